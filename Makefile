@@ -27,7 +27,7 @@ test: ## Run everything that CI runs, with the time of each stage
 	@tests/stages.sh lint unit-test model-test page-test host-test edges-test gdr-test gdr-image-test verbs-test test-previous chaos-test chart-lint python-test engine-test e2e
 
 .PHONY: check
-check: ## Check format and lints and test the pure crate: the loop of a developer (under a minute when warm)
+check: ## Quick checks for development: format, lints, tests of the pure crate (under a minute when warm)
 	cargo fmt --check
 	cargo clippy --locked --workspace --all-targets -- --deny warnings
 	cargo test --locked --package weightsync-core --lib
@@ -68,7 +68,7 @@ scripts-lint:
 	$$(tests/tools/python.sh)/shellcheck $(SCRIPTS)
 
 .PHONY: generate
-generate: ## Write the files that are made from the program's types (CRD, references of API and metrics)
+generate: ## Write the files that are generated from the program's types (CRD, references of API and metrics)
 	tests/tools/generate.sh
 
 .PHONY: unit-test
@@ -76,29 +76,29 @@ unit-test: programs ## Run the unit and property tests
 	cargo test --locked --workspace --lib --bins -- --skip browser::
 
 .PHONY: model-test
-model-test: ## Play the membership model, and see it catch every mutant of the decider
+model-test: ## Run the membership model, and check that it catches every mutant of the decisions
 	# Optimised a little: it plays four million events.
 	CARGO_PROFILE_DEV_OPT_LEVEL=1 cargo test --locked --package weightsync-core --test model
 	tests/tools/mutants.sh
 
 .PHONY: page-test
-page-test: programs ## Look at the web page in a browser
+page-test: programs ## Test the web page in a browser
 	$(CLUSTER)/packages.sh
 	cargo test --locked --workspace --lib browser::
 
 .PHONY: host-test
-host-test: programs ## Run the tests with processes on this machine, and those of what the chart renders
+host-test: programs ## Run the tests with processes on this machine, and those of the rendered chart
 	$(CLUSTER)/tools.sh
 	cargo test --locked --workspace --test host
 
 .PHONY: gdr-test
-gdr-test: programs ## Run the transport and the stories of groups with reads through NIXL, over TCP (no RDMA device is needed)
+gdr-test: programs ## Run the transport and the scenarios of groups with reads through NIXL, over TCP (no RDMA device is needed)
 	WEIGHTSYNC_NIXL=$$(tests/tools/nixl.sh) && export WEIGHTSYNC_NIXL && \
 	cargo test --locked --package weightsync-gpu --package weightsync-transport --lib -- fabric:: gdr:: && \
 	WEIGHTSYNC_STORIES_OVER=gdr cargo test --locked --workspace --test host stories::
 
 .PHONY: verbs-test
-verbs-test: programs ## Run groups with reads through NIXL over RDMA, in an emulated guest with a software device (tests/verbs/run.sh says how on a real one)
+verbs-test: programs ## Run groups with reads through NIXL over RDMA, in an emulated guest with a software device (tests/verbs/run.sh here: with a real one)
 	$(CLUSTER)/packages.sh
 	tests/verbs/run.sh
 
@@ -116,17 +116,17 @@ edges-test: programs ## Measure edges between pods in network namespaces, one of
 	cargo test --locked --workspace --test edges
 
 .PHONY: chaos-test
-chaos-test: programs ## Play about 110 faults on processes of this machine, each kind in each phase at least once (a few minutes; as root)
+chaos-test: programs ## Inject about 110 faults into processes of this machine, each kind in each phase at least once (a few minutes; as root)
 	$(CLUSTER)/packages.sh
 	WEIGHTSYNC_CHAOS_SEED=$${WEIGHTSYNC_CHAOS_SEED:-13} cargo test --locked --workspace --test chaos
 
 .PHONY: chaos
-chaos: programs ## Play 1,000 random faults, each kind in each phase at least five times; WEIGHTSYNC_CHAOS_SEED replays a run
+chaos: programs ## Inject 1,000 random faults, each kind in each phase at least five times; WEIGHTSYNC_CHAOS_SEED repeats a run
 	$(CLUSTER)/packages.sh
 	WEIGHTSYNC_CHAOS_FAULTS=1000 WEIGHTSYNC_CHAOS_ROUNDS=5 cargo test --locked --workspace --test chaos every_fault
 
 .PHONY: fuzz
-fuzz: ## Read spoiled messages, headers, frames, engines' answers and objects for long (an hour; unit tests do it for seconds)
+fuzz: ## Fuzz messages, headers, frames, engines' responses and objects (an hour; unit tests do it for seconds)
 	PROPTEST_CASES=$${CASES:-20000} cargo test --locked --workspace --lib -- fuzz:: hostile:: frames:: wire:: pruning:: worker::
 
 .PHONY: python-test
@@ -138,7 +138,7 @@ python-test: venv programs ## Check and test the Python client
 	venv=$$($(CLUSTER)/vllm-venv.sh --print); cd python; PYTHONPATH=$$PWD "$$venv/bin/python" -m pytest -q tests
 
 .PHONY: chart-lint
-chart-lint: ## Check the chart, what it renders, and its alerts
+chart-lint: ## Check the chart, its rendered manifests, and its alerts
 	$(CLUSTER)/tools.sh
 	$(CLUSTER_ENV) helm lint --strict charts/weightsync
 	deploy/render.sh | diff -u deploy/install.yaml - || { echo 'stale: make install-yaml'; exit 1; }
@@ -182,12 +182,12 @@ bench-programs:
 	cargo build --release --locked --workspace --bins --benches --examples
 
 .PHONY: bench
-bench: bench-programs ## Measure what docs/benchmarks.md reports of one host
+bench: bench-programs ## Run the benchmarks of docs/benchmarks.md on one host
 	$(CLUSTER)/packages.sh
 	cargo bench --locked --workspace --bench transport --bench host
 
 .PHONY: bench-cluster
-bench-cluster: bench-programs cluster-up ## Measure what docs/benchmarks.md reports of a cluster
+bench-cluster: bench-programs cluster-up ## Run the benchmarks of docs/benchmarks.md on a cluster
 	tests/e2e/prepare.sh
 	$(CLUSTER_ENV) cargo bench --locked --workspace --bench cluster
 
@@ -197,7 +197,7 @@ bench-scale: bench-programs ## Measure one controller with 50 and 500 objects (S
 	$(CLUSTER_ENV) cargo bench --locked --workspace --bench scale -- $(SCALE)
 
 .PHONY: cluster-up
-cluster-up: ## Bring the kind cluster up (once: 15 minutes; then half a minute)
+cluster-up: ## Start the kind cluster (first time: 15 minutes; then half a minute)
 	$(CLUSTER)/up.sh
 
 .PHONY: cluster-down
@@ -205,5 +205,5 @@ cluster-down: ## Delete the kind cluster, and the docker daemon that was started
 	$(CLUSTER)/down.sh
 
 .PHONY: venv
-venv: ## Build the virtual environment with the real vLLM (once: 5 minutes, 6 GB)
+venv: ## Build the virtual environment with the real vLLM (first time: 5 minutes, 6 GB)
 	$(CLUSTER)/vllm-venv.sh

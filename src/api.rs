@@ -1,13 +1,13 @@
-//! The Kubernetes resource `WeightSync`: its types, its rules, and how it becomes what the rooms below understand.
+//! The Kubernetes resource `WeightSync`: its types, its rules, and its conversion into the inputs of the other modules.
 //!
-//! The types are the only source of the CRD and of the API reference: both are written by `weightsync generate` and a test fails when
-//! they are stale. This room decides what a user may say and what status can show; it never talks to an API server, and holds nothing
-//! that is not built.
+//! The types are the only source of the CRD and of the API reference. `weightsync generate` writes both, and a test fails when they are out
+//! of date. This module defines the fields of spec and status. It never calls an API server.
 //!
-//! - `spec`, `policy`, `selector`: what a user asks for. Each rule that needs two fields is a CEL rule with a message for people.
-//! - `status`: what is so. `crd`: the schema as it is installed.
-//! - `validate`: the same rules in code, for objects that no API server has looked at, and for one that was stored before a rule came.
-//! - `convert`: spec into inputs of `plan` and `protocol`. `pods`: pods as `plan` sees them.
+//! - `spec`, `policy`, `selector`: the desired state. Each rule over two fields is a CEL rule with a message for users.
+//! - `status`: the observed state. `crd`: the schema as it is installed.
+//! - `validate`: the same rules in code, for objects that no API server has checked, and for objects that were stored before a rule
+//!   existed.
+//! - `convert`: spec into inputs of `plan` and `protocol`. `pods`: pods into inputs of `plan`.
 
 mod canary;
 mod convert;

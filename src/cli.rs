@@ -1,7 +1,7 @@
 //! Commands and their output: `weightsync COMMAND`, one file a command.
 //!
-//! A command reads its arguments, calls one crate or module, prints what it answers, and says by the exit code whether it went well:
-//! 0 success, 1 failure, 2 wrong usage. It decides nothing that they could decide, and never prints a secret.
+//! A command reads its arguments, calls one crate or module, prints the result, and returns an exit code: 0 success, 1 failure, 2 wrong
+//! usage. It decides nothing that they could decide, and never prints a secret.
 //!
 //! To add a command: a file `src/cli/NAME.rs` with `pub struct NameArgs` (derives `clap::Args`) and
 //! `impl NameArgs { pub fn run(self) -> anyhow::Result<ExitCode> }`, a variant of [`Command`], and an arm in [`Cli::run`].
@@ -46,11 +46,11 @@ pub enum Command {
     Local(local::LocalArgs),
     /// Show what a group would be made of and what an update would cost, from files, without a cluster.
     Plan(plan::PlanArgs),
-    /// Publish a safetensors checkpoint through the agent next to this process.
+    /// Publish a safetensors checkpoint through the agent of this pod.
     ///
     /// Exits 0 when enough replicas serve the version, 75 when it failed and the same command may succeed later, 1 when it cannot.
     Publish(publish::PublishArgs),
-    /// Start a command and run the agent next to it; exits as the command does.
+    /// Start a command and run the agent; exits with the status of the command.
     Run(Box<run::RunArgs>),
     /// Have one GPU: everything that touches the driver and NCCL. Started by the agent.
     #[command(hide = true)]

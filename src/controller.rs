@@ -1,14 +1,16 @@
-//! The operator: looks at `WeightSync` objects and pods, decides what each object wants, has its coordinator carry it out, and tells.
+//! The operator: watches `WeightSync` objects and pods, decides the desired state of each object, passes it to the object's coordinator,
+//! and reports.
 //!
 //! One file a step, and pure where it decides:
 //!
 //! 1. *observe*: `stores` watches objects and pods, namespace by namespace.
-//! 2. *decide*: `decide` turns an object and the pods into what its coordinator should want; `ephemeral` and `readiness` say what pods need.
+//! 2. *decide*: `decide` turns an object and its pods into the coordinator's desired state; `ephemeral` and `readiness` decide what pods
+//!    need.
 //! 3. *apply*: `objects` owns one coordinator an object; `epoch_store` writes the epoch by compare-and-swap; `pods` patches pods.
-//! 4. *report*: `report` makes the status, `hold` says what of it may wait, `events` tells people.
+//! 4. *report*: `report` makes the status, `hold` decides which changes may wait, `events` publishes Events.
 //!
 //! Only the holder of the lease acts; a controller that lost it ends. Every call has a deadline, every write to a pod its UID. Updates do
-//! not pass through here: they go on while the controller is away.
+//! not pass through here: they continue while the controller is away.
 
 mod authority;
 mod calls;

@@ -6,7 +6,7 @@
 //!
 //! | crate | decides |
 //! |---|---|
-//! | [`core`](weightsync_core) | what a version is, what members say, which pods form a group, and when |
+//! | [`core`](weightsync_core) | versions, the protocol between members, which pods form a group, and when |
 //! | [`net`](weightsync_net) | certificates, HTTPS, health, metrics, logs, deadlines |
 //! | [`gpu`](weightsync_gpu) | the driver, NCCL, the digest kernel, and the worker process that has one GPU |
 //! | `torch` | what torch and engines built on it read: pickles, and the store where ranks meet |

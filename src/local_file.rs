@@ -1,6 +1,6 @@
 //! The file of `weightsync local -f FILE`: who trains, who serves, and the rules of updates.
 //!
-//! Decides defaults and refuses what makes no sense, with the field's name. It says about one host what the resource says about a cluster.
+//! Decides defaults and refuses invalid values, with the field's name. It is the counterpart of the resource for one host.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -31,10 +31,10 @@ pub struct LocalFile {
     /// Who joins the group.
     #[serde(default)]
     pub delivery: Delivery,
-    /// The version that the group goes back to and is held at: one that somebody keeps (`update.keep`).
+    /// The kept version that the group goes back to and is held at (`update.keep`).
     #[serde(default)]
     pub target_version: Option<u64>,
-    /// What every engine is asked after a switch, before its replica says that it holds the version.
+    /// The prompt that every engine must answer after a switch, before its replica reports the version.
     #[serde(default)]
     pub canary: Option<Canary>,
 }
@@ -126,13 +126,13 @@ pub struct TrainerFile {
     pub gpu: Option<String>,
 }
 
-/// A rollout: an engine and the agent next to it.
+/// A rollout: an engine and its agent.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct RolloutFile {
     pub name: String,
     pub engine: EngineFile,
-    /// Ranks of the engine (tensor x pipeline x data parallelism); compared with what the engine says.
+    /// Ranks of the engine (tensor x pipeline x data parallelism); compared with the engine's own report.
     #[serde(default = "one")]
     pub size: u32,
     /// UUIDs of the GPUs that its agent uses: those of the engine, in the order of its ranks. Over TCP only without them.

@@ -1,6 +1,6 @@
-"""A trainer that was written for vLLM's own weight transfer, with WeightSync behind it.
+"""A trainer that was written for vLLM's own weight transfer, used with WeightSync.
 
-Run it next to a source agent, for instance that of `weightsync local -f docs/examples/local.yaml`.
+Run it with a source agent, for example that of `weightsync local -f docs/examples/local.yaml`.
 """
 
 from __future__ import annotations

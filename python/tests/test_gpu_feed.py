@@ -174,9 +174,9 @@ def test_copy_that_differs_is_refused_and_not_confirmed(agent: Agent) -> None:
 @pytest.mark.parametrize(
     ("other", "why"),
     [
-        ({"memory": {"handle": "?", "bytes": 1024, "offset": 0}}, "makes no sense"),
+        ({"memory": {"handle": "?", "bytes": 1024, "offset": 0}}, "invalid memory"),
         ({"memory": {"handle": "aGg=", "bytes": 100, "offset": 0}}, "do not lie in a block of 100"),
-        ({"memory": {"bytes": 1024, "offset": 0}}, "makes no sense"),
+        ({"memory": {"bytes": 1024, "offset": 0}}, "invalid memory"),
         ({"bytes": 64}, "does not lie in the shared memory"),
     ],
 )
@@ -202,7 +202,7 @@ def test_a_bucket_shorter_than_a_word_is_summed() -> None:
 def test_a_worker_without_a_gpu_is_not_fed_from_one() -> None:
     agent = FakeAgent(1, 8)
     agent.say({"event": "gpu", "digest": "gsum64", "silence": LIMIT})
-    with pytest.raises(Failed, match="where the memory lies was expected"):
+    with pytest.raises(Failed, match="a description of the memory was expected"):
         list(agent.feeds[0].tensors())
     agent.close()
 

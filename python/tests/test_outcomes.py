@@ -67,7 +67,7 @@ def test_an_agent_that_hangs_is_lost_after_its_silence(start_agent: Callable[...
             handle.wait_released(timeout=3)
         assert waited.value.phase == "transfer", "an agent that waits talks, and is not lost"
         agent.signal(signal.SIGSTOP)
-        with pytest.raises(weightsync.AgentLost, match="said nothing"):
+        with pytest.raises(weightsync.AgentLost, match="sent nothing"):
             handle.wait(timeout=30)
 
 

@@ -1,4 +1,4 @@
-"""WeightSync's client for trainers: publishes weights to the rollout engines of a group, through the agent next to this process."""
+"""WeightSync's client for trainers: publishes weights to the rollout engines of a group, through the agent of this pod."""
 
 from __future__ import annotations
 

@@ -20,13 +20,13 @@ from .result import Progress, Result
 
 PROTOCOL = 1
 SILENCE = 10.0
-"""Seconds. An agent that lives says something each second while a publish runs."""
+"""Seconds. A live agent sends a message each second while a publish runs."""
 CLIENT = "weightsync-python"
 
 
 def greet(wire: Wire) -> None:
     """Says hello, and hears that the agent speaks our protocol."""
-    # The agent's last words, if it has any, say more than a broken pipe.
+    # The agent's last message, if there is one, explains more than a broken pipe.
     with contextlib.suppress(AgentLost):
         wire.send({"op": "hello", "protocol": PROTOCOL, "client": CLIENT})
     reply = wire.receive(SILENCE)
@@ -47,7 +47,7 @@ class GpuRing:
     slots: int
     slot_bytes: int
     memory: GpuMemory | None = None
-    """Opened here; the agent has still to say that it found what was written."""
+    """Opened here; the agent has not confirmed the check bytes yet."""
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Published:
     ring: Ring | None = None
     """Where to write; none as long as that is not agreed on."""
     host_because: str | None = None
-    """Why the ring lies in host memory though tensors lie on a GPU."""
+    """Why the ring is in host memory although tensors are on a GPU."""
     memory: str = "host"
     """As `Result.memory`."""
     free: deque[int] = field(default_factory=deque)
@@ -127,7 +127,7 @@ class Connection:
             self._retired.append(memory)
 
     def drop_retired(self) -> None:
-        """Gives back memory that is not used any more, and says so; a GPU may have to finish something first."""
+        """Releases memory that is not used any more, and notifies the agent; a GPU may have to finish its work first."""
         with self.changed:
             retired, self._retired = self._retired, []
         for memory in retired:
@@ -192,12 +192,12 @@ class Connection:
                     elif self._publish is not None and not self._publish.over:
                         quiet = time.monotonic() - self._quiet_since
                         if quiet > SILENCE:
-                            raise AgentLost(f"the agent said nothing for {quiet:.0f} s", retryable=True)
+                            raise AgentLost(f"the agent sent nothing for {quiet:.0f} s", retryable=True)
                 self.drop_retired()
         except WeightSyncError as error:
             self._end(error)
         except Exception as error:
-            self._end(Failed(f"what the agent says cannot be understood: {error!r}"))
+            self._end(Failed(f"invalid message from the agent: {error!r}"))
 
     def _end(self, error: WeightSyncError) -> None:
         with self.changed:
@@ -223,7 +223,7 @@ class Connection:
             return
         publish = self._publish
         if publish is None or publish.over:
-            # The end of something that is over already, for instance a slot that was still read.
+            # The end of something that ended already, for example a slot that was still read.
             if event == "error":
                 raise from_agent(message["error"])
             return
@@ -263,7 +263,7 @@ class Connection:
             kept = self._memory
             if announced["proven"]:
                 if not isinstance(kept, GpuMemory) or kept.ring != int(announced["ring"]):
-                    raise Failed("the agent goes on with memory that was never opened here")
+                    raise Failed("the agent continues with memory that was never opened here")
                 publish.ring = Ring(kept, slot_bytes, message)
                 publish.memory = f"gpu {kept.place}"
             else:
@@ -275,14 +275,14 @@ class Connection:
                 raise Failed("the agent announced a ring and sent no memory")
             self._keep(HostMemory(map_ring(self._wire.descriptors.popleft(), slots * slot_bytes)))
         if not isinstance(self._memory, HostMemory):
-            raise Failed("the agent goes on with memory that it never sent")
+            raise Failed("the agent continues with memory that it never sent")
         publish.ring = Ring(self._memory, slot_bytes, message)
         publish.memory = f"host: {publish.host_because}" if publish.host_because else "host"
 
     def _ready(self, publish: Published, message: dict[str, Any]) -> None:
         ring = publish.gpu_ring
         if ring is None or ring.memory is None or ring.memory.ring != int(message["ring"]):
-            raise Failed("the agent says that memory is ready which was not opened here")
+            raise Failed("the agent reports memory as ready that was not opened here")
         ring.memory.use_events = bool(message["events"])
         self._keep(ring.memory)
         publish.ring = Ring(ring.memory, ring.slot_bytes, ring.announced)

@@ -1,6 +1,6 @@
-"""What the agent says of epochs, followed by a thread that only listens and runs what was registered for the end of an epoch.
+"""The agent's messages about epochs: a thread receives them and runs the callbacks for the end of an epoch.
 
-Anyone who waits, waits on a condition with a deadline. A lost agent ends the epoch: no one would say any more that it is over.
+Every wait is on a condition with a deadline. A lost agent ends the epoch, because its end would not be reported any more.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LOG = logging.getLogger("weightsync")
 
 
 class Reported:
-    """An epoch as the agent informed it, and what was heard of it since."""
+    """An epoch as the agent announced it, and its later state."""
 
     def __init__(self, topology: dict[str, Any], listener: socket.socket | None) -> None:
         self.topology = topology
@@ -34,7 +34,7 @@ class Reported:
         self._lock = threading.Lock()
 
     def on_fenced(self, callback: Callable[[str], object]) -> None:
-        """Runs it when the epoch is over: at once when it is."""
+        """Runs it when the epoch ends; at once if it has ended."""
         with self._lock:
             if self.reason is None:
                 self._callbacks.append(callback)
@@ -43,7 +43,7 @@ class Reported:
         callback(reason)
 
     def fence(self, reason: str) -> None:
-        """The epoch is over; the first reason counts."""
+        """Ends the epoch; the first reason counts."""
         with self._lock:
             if self.reason is not None:
                 return
@@ -57,7 +57,7 @@ class Reported:
                 _LOG.exception("what was to run at the end of epoch %d failed", self.number)
 
     def close(self) -> None:
-        """Frees the port, if no one took the socket."""
+        """Frees the port, if the socket was not taken."""
         listener, self.listener = self.listener, None
         if listener is not None:
             listener.close()
@@ -85,7 +85,7 @@ class EpochConnection:
         self._wire = Wire(name)
         self._writing = threading.Lock()
         self.changed = threading.Condition()
-        self.reported: Reported | None = None
+        self.notified: Reported | None = None
         self.bringing: Bringing | None = None
         self.lost: WeightSyncError | None = None
         self.refused: WeightSyncError | None = None
@@ -119,19 +119,19 @@ class EpochConnection:
                     self._heard_at = time.monotonic()
                     self._hear(message)
                 elif time.monotonic() - self._heard_at > SILENCE:
-                    raise AgentLost(f"the agent said nothing for {SILENCE:g} s", retryable=True)
+                    raise AgentLost(f"the agent sent nothing for {SILENCE:g} s", retryable=True)
         except WeightSyncError as raised:
             error = raised
         except Exception as raised:
-            error = Failed(f"what the agent says cannot be understood: {raised!r}")
+            error = Failed(f"invalid message from the agent: {raised!r}")
         with self.changed:
             self.lost = error
-            reported = self.reported
+            notified = self.notified
             if self.bringing is not None and not self.bringing.over:
                 self.bringing.error = error
             self.changed.notify_all()
-        if reported is not None:
-            reported.fence(f"the agent is lost: {error.message}")
+        if notified is not None:
+            notified.fence(f"the agent is lost: {error.message}")
         self._wire.close()
 
     def _hear(self, message: dict[str, Any]) -> None:
@@ -145,7 +145,7 @@ class EpochConnection:
         with self.changed:
             bringing = self.bringing if self.bringing is not None and not self.bringing.over else None
             if event == "fenced":
-                over = self.reported
+                over = self.notified
             elif event == "open" and bringing is not None:
                 bringing.open = True
             elif event == "done" and bringing is not None:
@@ -155,7 +155,7 @@ class EpochConnection:
                 if bringing is not None:
                     bringing.error = error
                 elif error.retryable:
-                    _LOG.warning("the agent says: %s", error)
+                    _LOG.warning("error from the agent: %s", error)
                 else:
                     self.refused = error
             self.changed.notify_all()
@@ -167,7 +167,7 @@ class EpochConnection:
 
     def _take_epoch(self, topology: dict[str, Any]) -> None:
         if not self._wire.descriptors:
-            raise Failed("the agent reported an epoch and sent no socket")
+            raise Failed("the agent announced an epoch without its socket")
         descriptor = self._wire.descriptors.popleft()
         try:
             listener = socket.socket(fileno=descriptor)
@@ -175,7 +175,7 @@ class EpochConnection:
             os.close(descriptor)
             raise Failed(f"the agent sent something that is no socket: {error}") from error
         with self.changed:
-            before, self.reported = self.reported, Reported(topology, listener)
+            before, self.notified = self.notified, Reported(topology, listener)
             self.refused = None
             self.changed.notify_all()
         if before is not None:

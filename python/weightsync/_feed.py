@@ -1,4 +1,4 @@
-"""One worker's end of a feed: the buckets of a version in shared memory, reported by the agent next to the engine, checked and handed over.
+"""One worker's end of a feed: the buckets of a version in shared memory, announced by the engine's agent, checked and handed over.
 
 A thread takes what the agent says and checks every tensor's digest over the shared bytes while the engine still serves; the engine's own
 thread takes what was checked, in order, when it loads. Buckets in memory of the worker's GPU it copies and checks itself (`_gpu_feed`).
@@ -25,10 +25,10 @@ from ._socket import Wire
 from .errors import Failed, WeightSyncError
 
 PROTOCOL = 1
-"""Version of the lines on the socket; the agent says which one it speaks."""
+"""Version of the lines on the socket; the agent sends its version."""
 
 FIRST_WORD = 60.0
-"""Seconds until the agent must say what the memory is; later it says itself how long it may be silent."""
+"""Seconds until the agent must describe the memory; later it sends its own silence limit."""
 
 Digester = Callable[[memoryview], str]
 
@@ -59,12 +59,12 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tensors that the agent informed of together. `copy`: their place is used again as soon as they were taken."""
+    """Tensors that the agent announced together. `copy`: their place is used again as soon as they were taken."""
 
     sequence: int
     copy: bool
     draft: bool
-    """Whether they are for the draft model, which comes after the model."""
+    """Whether they are for the draft model, which follows the model."""
     tensors: tuple[Tensor, ...]
     place: Place | None = None
     """Where they lie on the worker's GPU; offsets of tensors count from there. None in memory of the host."""
@@ -128,17 +128,17 @@ class Feed:
             self._say({"taken": bucket.sequence})
 
     def must_be_whole(self) -> None:
-        """Raises unless every bucket for the model was taken: a loader may stop early and say nothing."""
+        """Raises unless every bucket for the model was taken: a loader may stop early without an error."""
         if not self._whole:
             raise Failed("the model stopped taking tensors before the end of those for it")
 
     def did(self, step: str) -> None:
-        """Says that a step of the session was taken. An agent that is gone is not reported."""
+        """Reports that a step of the session was taken. Does nothing if the agent is gone."""
         with contextlib.suppress(WeightSyncError):
             self._say({"did": step})
 
     def failed(self, why: str) -> None:
-        """Says that this worker cannot go on."""
+        """Reports that this worker cannot continue."""
         with contextlib.suppress(WeightSyncError):
             self._say({"failed": why})
 
@@ -161,11 +161,11 @@ class Feed:
                     case "bucket":
                         bucket = _bucket(message, self._length)
                         if bucket.sequence != expected:
-                            raise Failed(f"bucket {bucket.sequence} was informed of, {expected} was expected")
+                            raise Failed(f"bucket {bucket.sequence} was announced, {expected} was expected")
                         if drafts and not bucket.draft:
-                            raise Failed(f"bucket {bucket.sequence} of the model was informed of after one of its draft model")
+                            raise Failed(f"bucket {bucket.sequence} of the model was announced after one of its draft model")
                         drafts = bucket.draft
-                        # What lies on a GPU is checked by anyone who copies it.
+                        # Buckets on a GPU are checked where they are copied.
                         if bucket.place is None:
                             self._check(bucket)
                             self._say({"verified": expected})
@@ -173,11 +173,11 @@ class Feed:
                         expected += 1
                     case "end":
                         if message.get("buckets") != expected:
-                            raise Failed(f"{message.get('buckets')} buckets are said to be all, {expected} were informed of")
+                            raise Failed(f"the agent ended after {message.get('buckets')} buckets, {expected} were announced")
                         self._arrived.put(None)
                         return
                     case event:
-                        raise Failed(f"the agent said {event!r}, which means nothing here")
+                        raise Failed(f"the agent sent {event!r}, which is not known here")
         except Exception as error:
             self.failed(str(error))
             self._arrived.put(error)
@@ -185,19 +185,19 @@ class Feed:
     def _next(self, within: float) -> dict[str, Any]:
         message = self._wire.receive(within)
         if message is None:
-            raise Failed(f"the agent said nothing for {within:g} s")
+            raise Failed(f"the agent sent nothing for {within:g} s")
         return message
 
     def _open(self, message: Mapping[str, Any]) -> float:
         if message["event"] == "gpu" and self._gpu is not None and message.get("digest") == "gsum64":
             return float(message["silence"])
         if message["event"] != "memory":
-            raise Failed(f"the agent said {message['event']!r}, where the memory lies was expected")
+            raise Failed(f"the agent sent {message['event']!r}, a description of the memory was expected")
         if message.get("digest") not in self._digesters:
-            raise Failed(f"digests are said to be {message.get('digest')!r}, which cannot be computed here")
+            raise Failed(f"the agent uses digests {message.get('digest')!r}, which cannot be computed here")
         self._digest = self._digesters[message["digest"]]
         if not self._wire.descriptors:
-            raise Failed("no memory came next to its description")
+            raise Failed("no memory was passed with its description")
         descriptor = self._wire.descriptors.popleft()
         try:
             length = int(message["bytes"])
@@ -227,7 +227,7 @@ class Feed:
 
     def _copied(self, bucket: Bucket, place: Place) -> Any:
         if self._gpu is None:
-            raise Failed("the agent informed of memory on a GPU, and this worker computes on none")
+            raise Failed("the agent announced memory on a GPU, and this worker has no GPU")
         copy = self._gpu.take(place)
         sums = self._gpu.sums(copy, [(tensor.offset, tensor.length) for tensor in bucket.tensors])
         for tensor, computed in zip(bucket.tensors, sums, strict=True):
@@ -268,7 +268,7 @@ def _bucket(message: Mapping[str, Any], memory: int) -> Bucket:
         )
         bucket = Bucket(int(message["sequence"]), bool(message["copy"]), bool(message.get("draft")), tensors, on_gpu)
     except (KeyError, TypeError, ValueError) as error:
-        raise Failed(f"the agent described a bucket that makes no sense: {error}") from error
+        raise Failed(f"the agent described an invalid bucket: {error}") from error
     for tensor in tensors:
         known = tensor.dtype in BITS and min(tensor.shape, default=1) > 0
         if not known or tensor.length != byte_length(tensor.dtype, tensor.shape):

@@ -45,7 +45,7 @@ class Cuda(Protocol):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a bucket lies in the agent's memory."""
+    """Place of a bucket in the agent's memory."""
 
     handle: bytes
     block: int
@@ -55,11 +55,11 @@ class Place:
 
 
 def place(message: Any, length: Any) -> Place:
-    """Reads where a bucket lies; refuses one that does not lie in its block."""
+    """Reads the place of a bucket; refuses one outside its block."""
     try:
         found = Place(base64.b64decode(message["handle"], validate=True), int(message["bytes"]), int(message["offset"]), int(length))
     except (KeyError, TypeError, ValueError, binascii.Error) as error:
-        raise Failed(f"the agent described memory that makes no sense: {error}") from error
+        raise Failed(f"the agent described invalid memory: {error}") from error
     if found.offset < 0 or found.length < 0 or found.offset + found.length > found.block:
         raise Failed(f"{found.length} bytes from {found.offset} on do not lie in a block of {found.block}")
     return found
@@ -78,7 +78,7 @@ class GpuFeed:
 
     @staticmethod
     def of(device: Any) -> GpuFeed | None:
-        """For a `torch.device`; none for one that is no GPU of CUDA, or whose driver refuses: then the agent is informed that there is none."""
+        """For a `torch.device`; None if it is no GPU of CUDA, or its driver refuses: then the agent is notified that there is none."""
         if device.type != "cuda":
             return None
         try:

@@ -1,6 +1,6 @@
 """The ranks that publish together: one process, or a group of torch.distributed.
 
-Every operation is bounded. What ranks tell each other is JSON in tensors, never pickle.
+Every operation is bounded. Messages between ranks are JSON in tensors, never pickle.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LONGEST_MESSAGE = 1 << 24
 
 
 class Group(ABC):
-    """The ranks of one publisher; rank 0 is the one next to the agent."""
+    """The ranks of one publisher; rank 0 is in the agent's pod."""
 
     rank: int
     size: int
@@ -89,7 +89,7 @@ class Ranks(Group):
         message = json.dumps(value, separators=(",", ":")).encode()
         longest = self.most(len(message))
         if longest > LONGEST_MESSAGE:
-            raise RanksDisagree(f"a rank has {longest} bytes to say, {LONGEST_MESSAGE} is the most", phase="ranks")
+            raise RanksDisagree(f"a rank's message has {longest} bytes, the limit is {LONGEST_MESSAGE}", phase="ranks")
         mine = self._torch.zeros(longest, dtype=self._torch.uint8)
         mine[: len(message)] = self._torch.frombuffer(bytearray(message), dtype=self._torch.uint8)
         mine = mine.to(self._device)

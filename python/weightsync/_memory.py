@@ -26,7 +26,7 @@ COPY_SECONDS = 60.0
 
 
 class MemoryGone(Exception):
-    """The connection ended while a bucket was written; anyone who waits for it knows why."""
+    """The connection ended while a bucket was written; the waiting caller gets the cause."""
 
 
 class Memory(Protocol):
@@ -84,7 +84,7 @@ class HostMemory:
 class GpuMemory:
     """A block of the agent's worker, opened by its CUDA IPC handle, and one event a slot that the worker can wait for.
 
-    Raises Failed, with the reason for a person, when anything is not as the agent says.
+    Raises Failed with the cause if anything differs from the agent's description.
     """
 
     def __init__(self, cuda: Cuda, devices: Mapping[str, int], announced: Mapping[str, Any], slots: int, slot_bytes: int) -> None:

@@ -22,7 +22,7 @@ _SAID: set[str] = set()
 
 
 def offer(cuda: Cuda, tensors: Iterable[Any] | None) -> tuple[dict[str, Any], dict[str, int]] | None:
-    """What the agent is informed of this process's GPUs, and their numbers by UUID; none when no tensor lies on one.
+    """The description of this process's GPUs for the agent, and their numbers by UUID; None if no tensor is on one.
 
     `tensors` is none when they are not there yet: then the caller's GPU counts.
     """
@@ -51,7 +51,7 @@ def to_open(published: Published) -> GpuRing | None:
 
 
 def open_offered(connection: Connection, published: Published, cuda: Cuda | None, devices: Mapping[str, int]) -> None:
-    """Opens it, or tells the agent why not."""
+    """Opens it, or reports to the agent why not."""
     ring = to_open(published)
     if ring is None:
         return

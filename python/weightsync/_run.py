@@ -35,7 +35,7 @@ GRACE = 15.0
 
 
 class _Interrupted(Exception):
-    """The agent asked for the stream again, or failed, while a bucket was written; the next agreement says so."""
+    """The agent requested the stream again, or failed, while a bucket was written; the next agreement reports it."""
 
 
 class Run:
@@ -91,7 +91,7 @@ class Run:
             self._give_up(str(error) or type(error).__name__)
             raise
         finally:
-            # The memory is mapped as long as somebody refers to it, and handles are kept.
+            # The memory is mapped as long as there is a reference to it, and handles are kept.
             self._writer = self._ring = None
             if self.published is not None:
                 self.published.ring = None
@@ -111,7 +111,7 @@ class Run:
         self._together(lambda: self._say({"op": "activate", "version": self.version}))
 
     def cancel(self, reason: str) -> None:
-        """Gives the publish up, from any thread; anyone who waits for it hears that."""
+        """Cancels the publish, from any thread; waiting callers get the error."""
         self._cancelled = Cancelled(reason, retryable=True)
         connection, published = self.connection, self.published
         if connection is None or published is None:
@@ -159,7 +159,7 @@ class Run:
             offered = offer(self._cuda, self._source.known()) if self._cuda is not None else None
             if offered is not None and self._cuda is not None:
                 request["gpu"], self._devices = offered
-                # In the thread that publishes: the tensors are taken as it left them, and no one waits for its GPU.
+                # In the thread that publishes: the tensors are taken in its present state, without a wait for its GPU.
                 self._cuda.follow(self._devices.values())
             self.connection, self.published = start(request)
             if self._cancelled is not None:
@@ -217,7 +217,7 @@ class Run:
         return self._again() if code == AGAIN else code
 
     def _take(self, tensors: Iterator[tuple[str, Any]], expected: list[Meta], done: int, total: int) -> Exception | None:
-        """Takes the tensors of one batch. What fails on rank 0 alone is kept until the batch is over: the others are in it."""
+        """Takes the tensors of one batch. A failure on rank 0 alone is kept until the batch ends, because the others are in it."""
         failure: Exception | None = None
         for at, meta in enumerate(expected, start=done):
             try:
@@ -301,7 +301,7 @@ class Run:
         return GO
 
     def _event(self, published: Published) -> int | None:
-        """AGAIN or FAIL, when the agent said something that ends the pass."""
+        """AGAIN or FAIL, if a message of the agent ends the pass."""
         if published.error is not None:
             return FAIL
         return AGAIN if self._writer is not None and published.attempt != self._attempt else None
@@ -341,7 +341,7 @@ class Run:
             if over:
                 return GO
             if time.monotonic() >= deadline:
-                message = f"version {self.version} had no outcome within {timeout:g} s; it goes on, wait again or cancel it"
+                message = f"version {self.version} had no outcome within {timeout:g} s; it continues: wait again or cancel it"
                 raise Timeout(message, retryable=True, phase=published.phase)
             return WAIT
 
@@ -355,7 +355,7 @@ class Run:
         return self.published
 
     def _together(self, step: Callable[[], int], failure: Exception | None = None) -> int:
-        """All ranks do a step, and go on only when all can."""
+        """All ranks do a step, and continue only when all can."""
         return together(self.group, step, partial(_as_error, self.group), failure)
 
 

@@ -14,7 +14,7 @@ ALIGNMENT = 64
 
 
 class Scratch:
-    """Takes rooms one behind the other until `reset`."""
+    """Allocates space one after the other until `reset`."""
 
     def __init__(self) -> None:
         self._memory: Any = None

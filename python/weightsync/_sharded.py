@@ -39,7 +39,7 @@ class Sharded(Source):
                 mine = [_checked(meta, tensor, start) for tensor, start in parts.of(meta.name)]
             except Exception as raised:
                 error = f"rank {group.rank}: {type(raised).__name__}: {raised}"
-            # Every rank says what it has, or that it failed, before a byte moves: none waits for a part that will not come.
+            # Every rank sends its parts, or its failure, before a byte moves: none waits for a part that will not come.
             said = group.gather([error, [box for box, _ in mine]])
             failed = next((other for other, _ in said if other is not None), None)
             if failed is not None:

@@ -1,4 +1,4 @@
-"""The socket of the agent next to this process: its name, and lines and descriptors over it.
+"""The socket of the agent of this pod: its name, and lines and descriptors over it.
 
 The name is abstract (Linux): no path, works on a read-only root, gone with its process. It lives in the network namespace, which the
 containers of a pod share.
@@ -30,13 +30,13 @@ IMAGE_USER = 65532
 
 
 def peer_user(connected: socket.socket) -> int:
-    """The user that listened, as the kernel says."""
+    """The user of the listener, from the kernel."""
     credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return int(struct.unpack("3i", credentials)[1])
 
 
 def check_user(user: int, environment: Mapping[str, str]) -> None:
-    """Refuses an agent of another user: on a host's network anybody can listen under an abstract name.
+    """Refuses an agent of another user: on a host's network any process can listen under an abstract name.
 
     Taken are this process's own user, root, the user of the agent's image, and those in WEIGHTSYNC_AGENT_UIDS (numbers with commas between
     them, or `any`).

@@ -1,6 +1,6 @@
-"""Steps that all ranks of a group do together: they go on only when all can, and fail with the same error.
+"""Steps that all ranks of a group do together: they continue only when all can, and fail with the same error.
 
-What every rank says is a word; the largest word of all ranks counts. Nothing here waits longer than the group does.
+Every rank sends a number; the largest number of all ranks counts. Nothing here waits longer than the group does.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from ._group import Group
 from .errors import WeightSyncError, from_plain, to_plain
 
 GO, WAIT, AGAIN, FAIL = range(4)
-"""What a rank says in an agreement; the largest word of all ranks counts."""
+"""The number of a rank in an agreement; the largest of all ranks counts."""
 
 
 def together(

@@ -17,7 +17,7 @@ BLOCK = 2048
 """Words that a program takes at once."""
 
 MOST_PROGRAMS = 528
-"""Programs of one part, four a multiprocessor of an H100: each goes on after the others until the part is done."""
+"""Programs of one part, four a multiprocessor of an H100: each continues after the others until the part is done."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]

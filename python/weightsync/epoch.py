@@ -1,4 +1,4 @@
-"""One epoch of a trainer that moves its weights itself: who takes part with which ranks, its end, and the versions brought in it."""
+"""One epoch of a trainer that moves its weights itself: its members and ranks, its end, and its versions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GRACE = 20.0
 """Seconds after a version's timeout in which its agent may end it with a better word."""
 
 CAUSE = 5.0
-"""Seconds that a broken data plane waits for the agent to say who is lost."""
+"""Seconds that a broken data plane waits for the agent to name the lost member."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Epoch:
         self.address = str(plain["address"])
         """Where the rendezvous listens: this pod."""
         self.port = int(plain["port"])
-        """Port of `listener()`: bound since before it was informed."""
+        """Port of `listener()`, bound before it was announced."""
         self.timeout = int(plain["timeoutMs"]) / 1000
         """Seconds that forming the group, or one version, may take."""
         self.min_ready = int(plain["minReady"])
@@ -81,24 +81,26 @@ class Epoch:
 
     @property
     def fenced(self) -> threading.Event:
-        """Set when the epoch is over. In a group, rank 0 hears of it at once, the others with their next call."""
+        """Set when the epoch ends. In a group it is set on rank 0 at once, on the others with their next call."""
         return self._reported.fenced
 
     @property
     def reason(self) -> str | None:
-        """Why it is over."""
+        """Why it ended."""
         return self._reported.reason
 
     def on_fenced(self, callback: Callable[[str], object]) -> None:
-        """Runs `callback(reason)` when the epoch is over, in a thread of the client: abort your communicator there. At once when it is."""
+        """Runs `callback(reason)` when the epoch ends, in a thread of the client: abort your communicator there. Runs at once if it has
+        ended.
+        """
         self._reported.on_fenced(callback)
 
     def check(self) -> None:
-        """Raises Fenced when the epoch is over. In a group: on every rank alike."""
+        """Raises Fenced if the epoch has ended. In a group: in the same way on every rank."""
         together(self._ranks, self._checked, _as_error)
 
     def listener(self) -> socket.socket:
-        """The bound, listening socket of `port`, to anyone who takes it, once (rank 0).
+        """The bound, listening socket of `port`; it can be taken once (rank 0).
 
         For vLLM: `StatelessProcessGroup.create(epoch.address, epoch.port, 0, epoch.world_size, listen_socket=epoch.listener())`.
         """
@@ -158,7 +160,7 @@ class Epoch:
         timeout: float | None = None,
     ) -> Update:
         """Around the movement of one version's bytes. When the body is entered, every engine is marked and none is trusted; when it is
-        left, the agents next to the engines prove those that were reported, and enough of them must be proven.
+        left, the engines' agents prove the reported replicas, and enough of them must be proven.
 
         `digest` is whatever identifies the weights: the same number with another digest is refused. `engine_version` is what your data
         plane makes the engines report as their weight version; the agents compare it. The current version may come again, for `lacking`
@@ -184,7 +186,7 @@ class Epoch:
             self.broken(f"{replica}: {reason or 'it cannot take part'}")
 
     def broken(self, reason: str) -> None:
-        """Your group does not work any more: the epoch is over, and another one is wanted."""
+        """Reports that your group does not work any more: the epoch ends, and another one is requested."""
         self._give_up(reason)
 
     def _checked(self) -> int:
@@ -193,7 +195,7 @@ class Epoch:
         return GO
 
     def _over(self) -> Fenced:
-        return Fenced(f"epoch {self.number} is over: {self.reason}", retryable=True)
+        return Fenced(f"epoch {self.number} ended: {self.reason}", retryable=True)
 
     def _give_up(self, reason: str) -> None:
         if self.fenced.is_set():
@@ -219,7 +221,7 @@ class Update:
     def __init__(self, epoch: Epoch, request: dict[str, Any], limit: float) -> None:
         self.version = int(request["version"])
         self.result: Result | None = None
-        """Who serves it, once the body was left."""
+        """The replicas that serve it, after the body was left."""
         self._epoch = epoch
         self._request = request
         self._limit = limit
@@ -228,7 +230,7 @@ class Update:
         self._reports: dict[str, tuple[bool, str]] = {}
 
     def report(self, replica: str, ok: bool = True, reason: str = "") -> None:
-        """What became of one replica. In a group any rank may say so, and a failure counts more than a success."""
+        """Reports the result of one replica. In a group any rank may report it, and a failure outweighs a success."""
         if replica not in {known.name for known in self._epoch.replicas}:
             raise ValueError(f"{replica!r} is not in epoch {self._epoch.number}")
         known = self._reports.get(replica)
@@ -247,7 +249,7 @@ class Update:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._epoch._update = None
         if error is not None and not isinstance(error, Exception):
-            # An interrupt: no one else is waited for.
+            # An interrupt: do not wait for the other ranks.
             self._cancel(f"the trainer was interrupted: {type(error).__name__}")
             return
         self._agree(error)

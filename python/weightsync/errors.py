@@ -1,7 +1,7 @@
 """What can go wrong in a publish, as one exception a cause.
 
-Every error says by `retryable` whether the same call may succeed later, and by `phase` and `member` where it happened. After a failed
-publish the replicas that were not touched serve the old version, the others stay out of service, and training may go on. Whether the
+`retryable` of every error shows whether the same call may succeed later; `phase` and `member` show where it happened. After a failed
+publish the replicas that were not touched serve the old version, the others stay out of service, and training may continue. Whether the
 version is served is open after `OutcomeUnknown` and `AgentLost` only.
 """
 
@@ -64,18 +64,18 @@ class AgentLost(WeightSyncError):
 
 
 class Timeout(WeightSyncError, TimeoutError):
-    """A deadline passed; `phase` and `member` say where."""
+    """A deadline passed; `phase` and `member` show where."""
 
 
 class OutcomeUnknown(WeightSyncError):
-    """Engines were asked to switch, and what came of it was not heard: the version may be served.
+    """The order to switch was sent to engines, and their results did not arrive: the version may be served.
 
-    The same number with the same weights may be published again, or a higher one; the roster says what replicas serve.
+    The same number with the same weights may be published again, or a higher one; the roster shows what replicas serve.
     """
 
 
 class Fenced(WeightSyncError):
-    """The epoch is over, or of no use any more: abort what runs in it, and go on in the next one that `Topology.watch()` gives."""
+    """The epoch ended, or is of no use any more: abort what runs in it, and continue in the next one from `Topology.watch()`."""
 
 
 class Superseded(WeightSyncError):
@@ -83,7 +83,7 @@ class Superseded(WeightSyncError):
 
 
 class Cancelled(WeightSyncError):
-    """The publish was given up."""
+    """The publish was cancelled."""
 
 
 class SourceFailed(WeightSyncError):
@@ -99,7 +99,7 @@ class NotAllowed(WeightSyncError):
 
 
 class Refused(WeightSyncError):
-    """The agent refuses what was asked for; the message says why."""
+    """The agent refuses the request; the message has the cause."""
 
 
 class Failed(WeightSyncError):

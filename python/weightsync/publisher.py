@@ -1,4 +1,4 @@
-"""The trainer's side of WeightSync: give weights to the agent next to this process, and learn what became of them.
+"""The trainer's side of WeightSync: gives weights to the agent of this pod, and returns the result.
 
     pub = weightsync.Publisher.from_env()
     pub.publish(model, version=step)
@@ -108,7 +108,7 @@ class Publisher:
         return PublishHandle(run, self, timeout, manual=activation == "manual")
 
     def roster(self, timeout: float = SILENCE) -> Roster:
-        """Who serves what, as the agent knows it now. Asks the agent of this pod: in a group, call it on rank 0."""
+        """The replicas with their versions, as the agent knows them now. Calls the agent of this pod: in a group, call it on rank 0."""
         for roster in self.watch_roster(timeout):
             return roster
         raise AgentLost("the agent gave no roster", retryable=True)
@@ -141,7 +141,7 @@ class Publisher:
             connection.close()
 
     def close(self) -> None:
-        """Closes the connections. A publish that is not released is given up; a released one goes on at the agent."""
+        """Closes the connections. A publish that is not released is cancelled; a released one continues in the agent."""
         with self._lock:
             connections, self._connections = self._connections, []
         for connection in connections:
@@ -167,7 +167,7 @@ class Publisher:
         connection.say({"op": "roster", "watch": True})
         with connection.changed:
             if not connection.changed.wait_for(partial(_has_news, connection, heard), SILENCE):
-                raise AgentLost(f"the agent said nothing for {SILENCE:g} s", retryable=True)
+                raise AgentLost(f"the agent sent nothing for {SILENCE:g} s", retryable=True)
 
     def _connect(self) -> Connection:
         """A new connection; an agent that is not there yet is waited for."""
@@ -192,7 +192,7 @@ class Publisher:
                 try:
                     return free[0], free[0].start(request)
                 except AgentLost:
-                    # The agent restarted since the last publish: it is looked for again, once.
+                    # The agent restarted since the last publish: search for it again, once.
                     self._connections.remove(free[0])
                     free[0].close()
             connection = self._connect()
@@ -239,9 +239,10 @@ class PublishHandle:
             raise self._error
 
     def wait(self, timeout: float | None = None) -> Result:
-        """Waits for the outcome (with `activation="manual"`: until it is staged) and tells who serves the version and who is behind.
+        """Waits for the outcome (with `activation="manual"`: until it is staged); returns which replicas serve the version and which do
+        not.
 
-        Timeout ends only this wait: the publish goes on, and may be waited for again.
+        Timeout ends only this wait: the publish continues, and may be waited for again.
         """
         begun = time.monotonic()
         limit = self._timeout + 2 * GRACE if timeout is None else timeout
@@ -258,7 +259,7 @@ class PublishHandle:
         return self._outcome(self._timeout + 2 * GRACE if timeout is None else timeout, accept_staged=False)
 
     def cancel(self, reason: str = "the trainer gave it up") -> None:
-        """Gives the publish up. Replicas that were not touched go on with the old version."""
+        """Cancels the publish. Replicas that were not touched continue with the old version."""
         self._run.cancel(reason)
 
     def _outcome(self, limit: float, *, accept_staged: bool) -> Result:

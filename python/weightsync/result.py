@@ -1,4 +1,4 @@
-"""What a trainer is reported: progress, the outcome of a publish, and the roster."""
+"""Results for a trainer: progress, the outcome of a publish, and the roster."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class Progress:
 class MixedWindow:
     """A time in which an engine answered requests while a version was loaded into it.
 
-    An answer that was under way at any moment of it comes from a mixture of two versions: drop it. Times are those of the replica's clock.
+    An answer that was in progress at any moment of it comes from a mixture of two versions: drop it. Times are those of the replica's
+    clock.
     """
 
     version: int
@@ -120,7 +121,7 @@ class Replica:
 
 @dataclass(frozen=True)
 class Roster:
-    """Who serves what."""
+    """The replicas and their versions."""
 
     epoch: int | None
     version: int | None

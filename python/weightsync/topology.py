@@ -7,8 +7,8 @@
             ...                              # move your own bytes
             update.report("rollouts/actor-0", ok=True)
 
-Epochs, ranks, a port that is bound, deadlines, readiness and the proof after an update are WeightSync's; the bytes are yours. When a
-member dies, the epoch is fenced, whatever was registered with `on_fenced` runs, and the next epoch comes.
+WeightSync provides epochs, ranks, a bound port, deadlines, readiness and the proof after an update; you move the bytes. When a member dies,
+the epoch is fenced, the callbacks of `on_fenced` run, and the next epoch follows.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ class Topology:
         connect_timeout: float = 30,
         rank_timeout: float = 600,
     ) -> Topology:
-        """As `Publisher.from_env`: rank 0 runs next to the source's agent and speaks to it, the others follow it."""
+        """As `Publisher.from_env`: rank 0 runs in the pod of the source's agent and calls it, the others follow it."""
         ranks: Group = Alone() if group is None else Ranks(group, rank_timeout)
         return cls(ranks, socket.removeprefix("@") if socket else None, connect_timeout)
 
     def watch(self, timeout: float | None = None) -> Iterator[Epoch]:
         """Each epoch once, when it is committed; when the body of the loop is left, the next one is waited for.
 
-        Timeout when no epoch came for `timeout` seconds. An agent that restarts is looked for again, for `connect_timeout` seconds.
+        Timeout when no epoch came for `timeout` seconds. A restarted agent is searched again, for `connect_timeout` seconds.
         """
         while True:
             epoch = self._next(timeout)
-            # Anyone who leaves the loop for good may go on with its epoch.
+            # A caller that leaves the loop may continue with its epoch.
             yield epoch
             epoch._leave()
 

@@ -1,5 +1,5 @@
-"""WeightSync's weight-transfer back end for vLLM 0.32 or newer: buckets from the agent next to the server, by shared memory of the host or
-by CUDA IPC, no pickle.
+"""WeightSync's weight-transfer back end for vLLM 0.32 or newer: buckets from the server's agent, by shared memory of the host or by CUDA
+IPC, no pickle.
 
 vLLM finds it by itself where this package is installed (entry point group `vllm.general_plugins`), and uses it when the server is started
 with `--weight-transfer-config '{"backend": "weightsync"}'`. The agent drives a session: init (each worker connects to the agent), start,
@@ -7,8 +7,8 @@ one update that takes all tensors of the model while they come, finish; and for 
 vLLM sets. Decides what a session that did not end well leaves behind: no layer taken apart, and no word of success. It never sets the
 version; the agent does, with its last step.
 
-What became of each step is said on the agent's socket, by every rank for itself, and nothing here raises: vLLM reads the replies of workers
-one after the other and stops at the first failure, so that those of the other ranks are taken for replies to later calls, for good
+Every rank reports the result of each step on the agent's socket, and nothing here raises: vLLM reads the replies of workers one after the
+other and stops at the first failure, so that those of the other ranks are permanently taken for replies to later calls
 (`v1/executor/multiproc_executor.py` of 0.32: after one failed call of two ranks, every reply of the second is that to the call before).
 """
 
@@ -83,7 +83,7 @@ class WeightSyncTransferEngine(WeightTransferEngine[WeightSyncInitInfo, WeightSy
         return WeightSyncInitInfo(protocol if isinstance(protocol, int) else 0, str(socket or ""), str(token or ""))
 
     def init_transfer_engine(self, init_info: WeightSyncInitInfo) -> None:
-        """Connects to the agent; buckets are checked from now on, and loaded when the update says so."""
+        """Connects to the agent; buckets are checked from now on, and loaded with the update."""
         if init_info.protocol != PROTOCOL:
             logger.error("the agent speaks version %d of the protocol, this package %d: install the same", init_info.protocol, PROTOCOL)
             return
@@ -109,10 +109,10 @@ class WeightSyncTransferEngine(WeightTransferEngine[WeightSyncInitInfo, WeightSy
             self.receive_weights(WeightSyncUpdateInfo(str(update_info.get("token"))))
 
     def receive_weights(self, update_info: WeightSyncUpdateInfo) -> None:
-        """Loads what the agent tells of, bucket by bucket."""
+        """Loads the announced buckets one by one."""
         feed = self._feed
         if feed is None or feed.token != update_info.token:
-            raise RuntimeError("no agent feeds this worker, or another one than the update says")
+            raise RuntimeError("no agent feeds this worker, or another one than the update names")
         # vLLM gives a draft session another target than the one that this was made for.
         feed.turn_to(draft=self.model is not self._default_model)
         self.model.load_weights(feed.tensors())

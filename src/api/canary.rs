@@ -1,6 +1,6 @@
-//! What engines are asked after each switch (`spec.canary`), as a user writes it.
+//! The canary (`spec.canary`) as the user writes it: the prompt for engines after each switch.
 //!
-//! Log-probs are whole numbers or decimal text, as Kubernetes' resources have no floats; they are counted in thousandths.
+//! Log-probs are integers or decimal text, because Kubernetes' resources have no floats. They are converted to thousandths.
 
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 use kube::KubeSchema;
@@ -8,28 +8,28 @@ use serde::{Deserialize, Serialize};
 
 use weightsync_core::protocol::CanaryPolicy;
 
-/// A fixed prompt, and the range in which the log-prob of each token after it must lie.
+/// A fixed prompt, and the range for the log-prob of each generated token.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 #[x_kube(validation = Rule::new("!string(self.minLogProb).matches('^(0|-(0|[1-9][0-9]{0,2})([.][0-9]{1,3})?)$') || !string(self.maxLogProb).matches('^(0|-(0|[1-9][0-9]{0,2})([.][0-9]{1,3})?)$') || double(string(self.minLogProb)) <= double(string(self.maxLogProb))")
     .message("canary.minLogProb must not be greater than canary.maxLogProb"))]
 pub struct Canary {
-    /// Text that the model goes on with. Best one that every good version is sure to go on with in the same way.
+    /// Text that the model completes, such as `The capital of France is`. Choose one that every good version completes in the same way.
     #[schemars(length(min = 1, max = 4096))]
     pub prompt: String,
 
-    /// Tokens that it is asked for, the likeliest one each time.
+    /// Number of tokens to generate, with greedy decoding. Default: 1.
     #[serde(default = "one")]
     #[schemars(range(min = 1, max = 64))]
     pub max_tokens: i32,
 
-    /// Least log-prob (natural logarithm) of each of those tokens: `-4`, or in quotes `"-2.5"`. A model that knows nothing is at about the negative
-    /// logarithm of its vocabulary's size, -11 or -12; a good one at a prompt that it knows is near 0.
+    /// Lowest allowed log-prob (natural logarithm) of each token: `-4`, or in quotes `"-2.5"`. A model that knows nothing gives about the
+    /// negative logarithm of its vocabulary's size, -11 or -12. A good model gives nearly 0 for a prompt that it knows.
     #[x_kube(validation = Rule::new("string(self).matches('^(0|-(0|[1-9][0-9]{0,2})([.][0-9]{1,3})?)$')")
         .message("a log-prob must be a number from -999.999 to 0 with at most three decimals, such as -4 or \"-2.5\""))]
     pub min_log_prob: IntOrString,
 
-    /// Greatest log-prob of each of those tokens.
+    /// Highest allowed log-prob of each token. Default: 0.
     #[serde(default = "zero")]
     #[x_kube(validation = Rule::new("string(self).matches('^(0|-(0|[1-9][0-9]{0,2})([.][0-9]{1,3})?)$')")
         .message("a log-prob must be a number from -999.999 to 0 with at most three decimals, such as -4 or \"-2.5\""))]
@@ -45,7 +45,7 @@ fn zero() -> IntOrString {
 }
 
 impl Canary {
-    /// As agents are informed of it; a number that cannot be asks for what no engine answers.
+    /// The canary in the agents' protocol. An invalid number becomes a range that no engine can meet.
     pub fn policy(&self) -> CanaryPolicy {
         CanaryPolicy {
             prompt: self.prompt.clone(),
@@ -55,7 +55,7 @@ impl Canary {
         }
     }
 
-    /// What is wrong with it, by field and message.
+    /// Violated rules, as field and message.
     pub fn problems(&self) -> Vec<(&'static str, String)> {
         let mut problems = Vec::new();
         let mut expect = |holds: bool, field, message: &str| {
@@ -64,7 +64,7 @@ impl Canary {
             }
         };
         expect((1..=4096).contains(&self.prompt.chars().count()), "canary.prompt", "it must have 1 to 4096 characters");
-        expect((1..=64).contains(&self.max_tokens), "canary.maxTokens", "it is not from 1 to 64");
+        expect((1..=64).contains(&self.max_tokens), "canary.maxTokens", "it must be from 1 to 64");
         let (least, greatest) = (milli(&self.min_log_prob), milli(&self.max_log_prob));
         for (field, number) in [("canary.minLogProb", least), ("canary.maxLogProb", greatest)] {
             let message = "a log-prob must be a number from -999.999 to 0 with at most three decimals, such as -4 or \"-2.5\"";
@@ -76,7 +76,7 @@ impl Canary {
     }
 }
 
-/// Thousandths of a log-prob; none where it is none.
+/// A log-prob in thousandths; `None` if it is invalid.
 fn milli(number: &IntOrString) -> Option<i32> {
     let text = match number {
         IntOrString::Int(number) => number.to_string(),

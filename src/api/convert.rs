@@ -111,7 +111,7 @@ impl WeightSyncSpec {
         }
     }
 
-    /// How bytes are to travel, as agents are informed.
+    /// The transport in the agents' protocol.
     pub fn transport_policy(&self) -> TransportPolicy {
         let preflight = self.transport.as_ref().and_then(|transport| transport.preflight).unwrap_or_default();
         let preflight = match preflight {
@@ -165,7 +165,7 @@ impl WeightSyncSpec {
         self.readiness.before_first_version == BeforeFirstVersion::Serve
     }
 
-    /// The engines of a pod of `pool`, as its agent is informed of them.
+    /// The engines of a pod of `pool`, in the agents' protocol.
     pub fn engines(pool: &Pool) -> Vec<EngineAssignment> {
         let Some(server) = pool.engine.server() else { return Vec::new() };
         let ports = server.ports.iter().filter_map(|port| u16::try_from(*port).ok());
@@ -246,7 +246,7 @@ impl PodSelector {
 }
 
 impl super::Gdr {
-    /// As agents are informed.
+    /// The same value in the agents' protocol.
     pub fn policy(&self) -> TransportPolicy {
         TransportPolicy {
             wish: TransportWish::Gdr,

@@ -1,6 +1,6 @@
-//! The CRD as it is installed: what the derive macro makes of the types, without what Kubernetes does not want in a schema.
+//! The CRD as it is installed: the output of the derive macro, without what Kubernetes does not accept in a schema.
 //!
-//! `Option` fields come out as `nullable: true`, which would let `null` through where a missing field is meant, and turn off defaults.
+//! The macro marks `Option` fields as `nullable: true`. That would accept `null` instead of a missing field, and turn off defaults.
 
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
 use kube::CustomResourceExt;
@@ -23,7 +23,7 @@ pub fn schema() -> Result<Value, serde_json::Error> {
     Ok(crd.pointer("/spec/versions/0/schema/openAPIV3Schema").cloned().unwrap_or_default())
 }
 
-/// The CRD as a YAML document, as it lies in `crds/weightsync.yaml`.
+/// The CRD as the YAML document in `crds/weightsync.yaml`.
 pub fn crd_yaml() -> Result<String, Box<dyn std::error::Error + Send + Sync>> {
     let mut crd = serde_json::to_value(crd()?)?;
     whole_numbers(&mut crd);
@@ -46,13 +46,13 @@ fn tidy(schema: &mut Value) {
     }
 }
 
-/// Writes limits as `100` rather than `100.0`: Kubernetes' type for them is a float, no limit of ours is.
+/// Writes limits as `100` rather than `100.0`: Kubernetes' type for them is a float, but all limits here are integers.
 fn whole_numbers(value: &mut Value) {
     match value {
         Value::Object(fields) => fields.values_mut().for_each(whole_numbers),
         Value::Array(items) => items.iter_mut().for_each(whole_numbers),
         Value::Number(number) if number.is_f64() => {
-            // Printed without a fraction, and exact below 2^53, which no limit of ours exceeds.
+            // Printed without a fraction, and exact below 2^53, which no limit here exceeds.
             if let Some(whole) = number.as_f64().and_then(|number| format!("{number}").parse::<i64>().ok()) {
                 *value = whole.into();
             }
@@ -61,13 +61,13 @@ fn whole_numbers(value: &mut Value) {
     }
 }
 
-/// What an API server keeps of `value`: fields that the schema does not know are dropped.
+/// The part of `value` that an API server keeps: unknown fields are dropped.
 #[cfg(test)]
 pub fn prune(schema: &Value, value: &Value) -> Value {
     walk(schema, value, "", &mut |_| {})
 }
 
-/// Paths of fields that the schema does not know: typing errors, or a newer version of the API.
+/// Paths of fields that the schema does not have: typing errors, or fields of a newer version of the API.
 pub fn unknown_fields(schema: &Value, value: &Value) -> Vec<String> {
     let mut unknown = Vec::new();
     walk(schema, value, "", &mut |path| unknown.push(path));

@@ -1,4 +1,4 @@
-//! Pods as the plan sees them. Reads objects, decides nothing about them.
+//! Converts pods into inputs of the plan. Makes no decisions.
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
@@ -10,14 +10,14 @@ use weightsync_core::plan::{PodFacts, PodPhase};
 /// Labels and annotations that carry a pod's index: StatefulSet, then Indexed Job.
 const INDEX: [&str; 2] = ["apps.kubernetes.io/pod-index", "batch.kubernetes.io/job-completion-index"];
 
-/// What the plan needs of a pod. `unready` says why the caller wants it left out now; see [`not_ready`] for what its conditions say.
+/// The facts of a pod for the plan. `unready` is the caller's reason to leave it out now; [`not_ready`] reads it from the pod's conditions.
 pub fn pod_facts(pod: &Pod, unready: Option<String>) -> PodFacts {
     let metadata = &pod.metadata;
     let name = metadata.name.clone().unwrap_or_default();
     let labels = metadata.labels.clone().unwrap_or_default();
     let annotations = metadata.annotations.as_ref();
     let stateful = metadata.owner_references.iter().flatten().find(|owner| owner.controller == Some(true) && owner.kind == "StatefulSet");
-    // The controller of a StatefulSet sets generateName too, although the names it gives last.
+    // The controller of a StatefulSet also sets generateName, although its names are stable.
     let stable_name = stateful.is_some() || metadata.generate_name.is_none();
     let index = INDEX
         .iter()
@@ -45,7 +45,7 @@ pub fn pod_facts(pod: &Pod, unready: Option<String>) -> PodFacts {
     }
 }
 
-/// The addresses of a pod; the kubelet says them once its sandbox runs.
+/// The addresses of a pod; the kubelet reports them once its sandbox runs.
 fn addresses(pod: &Pod) -> Vec<IpAddr> {
     let status = pod.status.as_ref();
     let several = status.and_then(|status| status.pod_ips.as_ref()).into_iter().flatten().map(|each| each.ip.as_str());
@@ -54,18 +54,18 @@ fn addresses(pod: &Pod) -> Vec<IpAddr> {
     all.into_iter().collect()
 }
 
-/// Annotation that names the container of the engine or trainer; the same one that steers injection.
+/// Annotation that names the container of the engine or trainer; injection uses it too.
 pub const CONTAINER_ANNOTATION: &str = "weightsync.dev/container";
 
-/// Name of the container that is meant: the one that the spec names, the one that the pod's annotation names, or the first.
+/// Name of the engine's or trainer's container: from the spec, else from the pod's annotation, else the first.
 pub fn container_name(pod: &Pod, named: Option<&str>) -> Option<String> {
     let annotated = pod.metadata.annotations.as_ref().and_then(|annotations| annotations.get(CONTAINER_ANNOTATION));
     let first = pod.spec.as_ref().and_then(|spec| spec.containers.first()).map(|container| &container.name);
     named.map(str::to_owned).or_else(|| annotated.or(first).cloned())
 }
 
-/// Why the kubelet says that a pod is not ready; `None` when it is. A readiness that an update of ours took away is no reason to leave
-/// the pod out: that is the caller's to know.
+/// Why the kubelet reports a pod as not ready; `None` when it is ready. If only a WeightSync update made it unready, the caller must not
+/// leave the pod out.
 pub fn not_ready(pod: &Pod) -> Option<String> {
     let conditions = pod.status.as_ref().and_then(|status| status.conditions.as_ref());
     let ready = conditions.into_iter().flatten().find(|condition| condition.type_ == "Ready");
@@ -76,6 +76,6 @@ pub fn not_ready(pod: &Pod) -> Option<String> {
             let why = words.into_iter().flatten().filter(|word| !word.is_empty()).collect::<Vec<_>>().join(": ");
             Some(if why.is_empty() { "not ready".to_owned() } else { format!("not ready ({why})") })
         }
-        None => Some("the kubelet has not said yet whether it is ready".to_owned()),
+        None => Some("the kubelet has not reported its readiness yet".to_owned()),
     }
 }

@@ -1,4 +1,4 @@
-//! The rules of a group: transport, health, membership, updates, agents, readiness. All have defaults that suit a first try.
+//! The policies of a group: transport, health, membership, updates, agents, readiness. All have defaults that work for a first try.
 
 use std::collections::BTreeMap;
 
@@ -7,12 +7,12 @@ use kube::KubeSchema;
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::{Deserialize, Serialize};
 
-/// How bytes travel: at most one of the transports, and whether edges are measured first. Without a transport: as `auto`.
+/// How bytes travel: at most one of the transports, and whether edges are measured. Without a transport: the same as `auto: {}`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 #[x_kube(validation = Rule::new("(has(self.auto) ? 1 : 0) + (has(self.tcp) ? 1 : 0) + (has(self.nccl) ? 1 : 0) + (has(self.gdr) ? 1 : 0) + (has(self.preflight) && !has(self.auto) && !has(self.tcp) && !has(self.nccl) && !has(self.gdr) ? 1 : 0) == 1").message("exactly one transport must be given: auto, tcp, nccl or gdr"))]
 pub struct Transport {
-    /// The best one that all members have; status tells which one, and why.
+    /// The best transport that all members support. `status.transport` shows which one, and why.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub auto: Option<Auto>,
 
@@ -20,19 +20,19 @@ pub struct Transport {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tcp: Option<Tcp>,
 
-    /// NCCL broadcasts between the GPUs of the members; the chain of connections only says what comes. Members without a GPU of their own
-    /// are left out. What travels between GPUs is not encrypted.
+    /// NCCL broadcasts between the GPUs of the members; the chain of connections carries only control data. Members without a GPU of their
+    /// own are left out. Traffic between GPUs is not encrypted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub nccl: Option<Nccl>,
 
-    /// GPU-direct RDMA: each member reads from the registered memory of the one before it, through NIXL. Members without NIXL, or without an RDMA
-    /// device, are left out. What is read is not encrypted.
+    /// GPU-direct RDMA: each member reads from the registered memory of the previous member, through NIXL. Members without NIXL, or without
+    /// an RDMA device, are left out. The reads are not encrypted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gdr: Option<Gdr>,
 
-    /// Whether the edges of a chain are measured before they carry weights: `Auto` (once for each new pair of nodes, between updates), or `Off`.
-    /// A rollout whose edge is slow stands last, or is left out while `minReady` others are there; one whose edge is broken is left out. `Auto`
-    /// if left out.
+    /// Whether the edges of a chain are measured: `Auto` (default; once for each new pair of nodes, between updates), or `Off`. A rollout
+    /// with a slow edge goes to the end of the chain, or is left out while `minReady` others are in the group. A rollout with a broken edge
+    /// is left out.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub preflight: Option<Preflight>,
 }
@@ -49,17 +49,18 @@ pub enum Preflight {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct Gdr {
-    /// Length in MiB of one registered buffer; 16 if left out.
+    /// Length of one registered buffer, in MiB. Default: 16.
     #[serde(default, skip_serializing_if = "Option::is_none", rename = "bucketMiB")]
     #[schemars(range(min = 1, max = 1024))]
     pub bucket_mib: Option<i32>,
 
-    /// Registered buffers of each member; 4 if left out.
+    /// Registered buffers of each member. Default: 4.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 2, max = 64))]
     pub buffers: Option<i32>,
 
-    /// Whether reads may go over TCP where a member has no RDMA device. Slower than `tcp`; for tests of a set-up.
+    /// Whether reads may go over TCP if a member has no RDMA device. Slower than `tcp`, and without access checks: for tests only. Default:
+    /// `false`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub allow_tcp: Option<bool>,
 }
@@ -70,23 +71,27 @@ pub struct Gdr {
 #[x_kube(validation = Rule::new("!has(self.env) || self.env.all(n, n in ['NCCL_ALGO', 'NCCL_BUFFSIZE', 'NCCL_CROSS_NIC', 'NCCL_CUMEM_ENABLE', 'NCCL_DEBUG', 'NCCL_DEBUG_SUBSYS', 'NCCL_IB_DISABLE', 'NCCL_IB_GID_INDEX', 'NCCL_IB_HCA', 'NCCL_IB_QPS_PER_CONNECTION', 'NCCL_IB_RETRY_CNT', 'NCCL_IB_SL', 'NCCL_IB_TC', 'NCCL_IB_TIMEOUT', 'NCCL_MAX_NCHANNELS', 'NCCL_MIN_NCHANNELS', 'NCCL_NET_GDR_LEVEL', 'NCCL_NVLS_ENABLE', 'NCCL_P2P_DISABLE', 'NCCL_P2P_LEVEL', 'NCCL_PROTO', 'NCCL_SHM_DISABLE', 'NCCL_SOCKET_FAMILY', 'NCCL_SOCKET_IFNAME'])")
     .message("transport.nccl.env takes settings of NCCL from a fixed list only, none that loads code or writes files: see the reference"))]
 pub struct Nccl {
-    /// Length in MiB of one buffer of the ring on each GPU. Chosen by free memory if left out.
+    /// Length of one buffer of the ring on each GPU, in MiB, such as 512. Default: chosen by free memory.
     #[serde(default, skip_serializing_if = "Option::is_none", rename = "bucketMiB")]
     #[schemars(range(min = 1, max = 16_384))]
     pub bucket_mib: Option<i32>,
 
-    /// Buffers of the ring on each GPU. Chosen by free memory if left out.
+    /// Number of buffers of the ring on each GPU, such as 3. Default: chosen by free memory.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 2, max = 64))]
     pub buffers: Option<i32>,
 
-    /// Environment of NCCL: `NCCL_ALGO`, `NCCL_BUFFSIZE`, `NCCL_CROSS_NIC`, `NCCL_CUMEM_ENABLE`, `NCCL_DEBUG`, `NCCL_DEBUG_SUBSYS`, `NCCL_IB_DISABLE`, `NCCL_IB_GID_INDEX`, `NCCL_IB_HCA`, `NCCL_IB_QPS_PER_CONNECTION`, `NCCL_IB_RETRY_CNT`, `NCCL_IB_SL`, `NCCL_IB_TC`, `NCCL_IB_TIMEOUT`, `NCCL_MAX_NCHANNELS`, `NCCL_MIN_NCHANNELS`, `NCCL_NET_GDR_LEVEL`, `NCCL_NVLS_ENABLE`, `NCCL_P2P_DISABLE`, `NCCL_P2P_LEVEL`, `NCCL_PROTO`, `NCCL_SHM_DISABLE`, `NCCL_SOCKET_FAMILY`, `NCCL_SOCKET_IFNAME`.
+    /// Environment variables for NCCL in the agents' workers, such as `NCCL_IB_HCA: mlx5_0`. Allowed: `NCCL_ALGO`, `NCCL_BUFFSIZE`,
+    /// `NCCL_CROSS_NIC`, `NCCL_CUMEM_ENABLE`, `NCCL_DEBUG`, `NCCL_DEBUG_SUBSYS`, `NCCL_IB_DISABLE`, `NCCL_IB_GID_INDEX`, `NCCL_IB_HCA`,
+    /// `NCCL_IB_QPS_PER_CONNECTION`, `NCCL_IB_RETRY_CNT`, `NCCL_IB_SL`, `NCCL_IB_TC`, `NCCL_IB_TIMEOUT`, `NCCL_MAX_NCHANNELS`,
+    /// `NCCL_MIN_NCHANNELS`, `NCCL_NET_GDR_LEVEL`, `NCCL_NVLS_ENABLE`, `NCCL_P2P_DISABLE`, `NCCL_P2P_LEVEL`, `NCCL_PROTO`,
+    /// `NCCL_SHM_DISABLE`, `NCCL_SOCKET_FAMILY`, `NCCL_SOCKET_IFNAME`.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     #[schemars(schema_with = "nccl_env")]
     pub env: BTreeMap<String, String>,
 }
 
-/// Settings of NCCL that an object may make: none of them loads code, reads or writes files, or reaches beyond the group.
+/// NCCL settings that an object may set. None of them loads code, reads or writes files, or affects anything outside the group.
 pub const NCCL_ENV: [&str; 24] = [
     "NCCL_ALGO",
     "NCCL_BUFFSIZE",
@@ -130,89 +135,92 @@ pub struct Auto {}
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Tcp {
-    /// Whether weights are encrypted on the way. Without it members still prove themselves to each other, over TLS, before each group.
+    /// Whether weights are encrypted in transit. With `false`, members still authenticate to each other over TLS when a group is formed.
+    /// Default: `true`.
     #[serde(default = "yes")]
     pub tls: bool,
 
-    /// Length of a bucket in MiB. Chosen by the size of the model if left out.
+    /// Length of a bucket, in MiB, such as 16. Default: chosen by the size of the model.
     #[serde(default, skip_serializing_if = "Option::is_none", rename = "bucketMiB")]
     #[schemars(range(min = 1, max = 1024))]
     pub bucket_mib: Option<i32>,
 }
 
-/// When an engine counts as unhealthy, and as healthy again. A pause of ours is never ill health.
+/// When an engine counts as unhealthy, and as healthy again. A pause by WeightSync never counts as a failure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Health {
-    /// Seconds between two probes.
+    /// Time between two probes, in seconds. Default: 2.
     #[serde(default = "two")]
     #[schemars(range(min = 1, max = 300))]
     pub period_seconds: i32,
 
-    /// Seconds that one probe may take.
+    /// Longest time of one probe, in seconds. Default: 5.
     #[serde(default = "five")]
     #[schemars(range(min = 1, max = 300))]
     pub timeout_seconds: i32,
 
-    /// Failures in a row that make an engine unhealthy: its replica leaves the group.
+    /// Consecutive failures that make an engine unhealthy: its replica leaves the group. Default: 3.
     #[serde(default = "three")]
     #[schemars(range(min = 1, max = 100))]
     pub failure_threshold: i32,
 
-    /// Successes in a row that make it healthy again: its replica may join.
+    /// Consecutive successes that make it healthy again: its replica may join. Default: 1.
     #[serde(default = "one")]
     #[schemars(range(min = 1, max = 100))]
     pub success_threshold: i32,
 }
 
-/// When a group is formed, and of whom.
+/// When a group is formed, and which replicas may be in it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Membership {
-    /// Replicas that must hold a version for it to count: a number, or a share of all replicas such as `50%`, rounded up.
+    /// Replicas that must confirm a version for it to count: a number, or a share of all replicas such as `50%`, rounded up. Default: 1. A
+    /// publish succeeds, and `status.version` moves, when so many replicas serve the version.
     #[serde(default = "one_replica")]
     #[x_kube(validation = Rule::new("string(self).matches('^([1-9][0-9]{0,4}|([1-9][0-9]?|100)%)$')")
         .message("minReady must be a number from 1 to 99999, or a percentage from \"1%\" to \"100%\""))]
     pub min_ready: IntOrString,
 
-    /// Replicas that may be out of service at once because of an update: a number, or a share of all replicas such as `25%`, rounded down, at
-    /// least one. The others serve what they have until their turn comes, with the new version complete next to them (so it needs engines
-    /// that load from files; it is not for `delivery: Engine` and `External`). A replica whose switch fails keeps its place: a version
-    /// that no engine takes costs that many replicas, and its publish fails. From the moment that `minReady` replicas serve a version, those
-    /// that are behind and not about to be switched are not ready: let `minReady` be most of them. If left out, all switch at once.
+    /// Replicas that may be out of service at once because of an update: a number, or a share of all replicas such as `25%`, rounded down,
+    /// at least one. Default: none; all replicas switch at once. The others serve their old version until their switch, while the new
+    /// version is complete in memory. So the field needs engines that load from files, and does not work with `delivery: Engine` and
+    /// `External`. A replica whose switch fails stays out of service: a version that every engine refuses costs that many replicas, and its
+    /// publish fails. Once `minReady` replicas serve a version, replicas with an older one are not ready, unless they are about to be
+    /// switched: set `minReady` to most of the replicas.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[x_kube(validation = Rule::new("string(self).matches('^([1-9][0-9]{0,4}|([1-9][0-9]?|100)%)$')")
         .message("maxUnavailable must be a number from 1 to 99999, or a percentage from \"1%\" to \"100%\""))]
     pub max_unavailable: Option<IntOrString>,
 
-    /// How far versions in service may be apart, by their numbers: a replica is ready as long as its version is at most so much older than the
-    /// newest version in service, and one that is ahead of the version that counts (`minReady` replicas serve it) by more waits until its own
-    /// counts (for the gate and the roster; a sidecar's probe is not informed that moment, and lets it serve).
-    /// So 1 lets a replica that failed to switch serve on until the next but one version, and with 0 only one version is in service at
-    /// any time: let `minReady` be about half then. If left out, replicas after the version that counts are not ready, unless they are about to be
-    /// switched (`maxUnavailable`). While a group goes back, both versions are in service until `minReady` replicas were taken back.
+    /// How far apart versions in service may be, by their numbers. A replica is ready while its version is at most so much older than the
+    /// newest version in service. A replica further ahead of `status.version` is not ready until its own version counts (readiness gate and
+    /// roster only; a sidecar's probe lets it serve). With 1, a replica that failed to switch serves until the version after the next. With
+    /// 0, only one version is in service at any time; set `minReady` to about half then. Default: none; replicas with an older version than
+    /// `status.version` are not ready, unless they are about to be switched (`maxUnavailable`). While a group goes back, both versions are
+    /// in service until `minReady` replicas were taken back.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 0, max = 9_007_199_254_740_991_i64))]
     pub max_skew: Option<i64>,
 
-    /// Versions that are kept in the fleet, the current one counted, so that `targetVersion` can name an earlier one. Each agent keeps what
-    /// fits into `update.retain` and into its pod's memory (rollouts whose engine loads from files, and the source); the version that was
-    /// not used for longest goes first.
+    /// Number of versions that agents keep, including the current one, so that `targetVersion` can name an earlier one. Default: 1. The
+    /// source and rollouts whose engine loads from files keep what fits into `update.retain` and their pod's memory. The least recently
+    /// used version is dropped first.
     #[serde(default = "one")]
     #[schemars(range(min = 1, max = 16))]
     pub keep: i32,
 
-    /// When a replica that is not in the group may enter it: `Immediate`, or with the `NextVersion`.
+    /// When a replica outside the group may join it: `Immediate` (default), or with the `NextVersion`.
     #[serde(default)]
     pub join: Join,
 
-    /// Seconds that a join waits for others, so that a rollout of many pods makes few groups.
+    /// Time that a join waits for others, in seconds, so that many new pods need few new groups. Default: 1.
     #[serde(default = "one")]
     #[schemars(range(min = 0, max = 600))]
     pub debounce_seconds: i32,
 }
 
-/// When a replica may enter the group.
+/// When a replica may join the group.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum Join {
     #[default]
@@ -226,59 +234,62 @@ pub enum Join {
 #[x_kube(validation = Rule::new("self.silenceSeconds <= self.timeoutSeconds")
     .message("update.silenceSeconds must not be longer than update.timeoutSeconds"))]
 pub struct Update {
-    /// What happens to running requests while weights are switched: `Keep` (they stop and go on with the new weights), `Drain` (they end
-    /// first), `Abort`, `AbortAwake` (as `Abort`; an LMDeploy that can be fed awake answers meanwhile, from a mixture of both versions in a
-    /// window that is reported), or `External` (the trainer pauses by itself).
+    /// What happens to running requests during a switch. `Keep` (default): they stop and continue with the new weights. `Drain`: they end
+    /// first. `Abort`: they are aborted. `AbortAwake`: as `Abort`, but an LMDeploy that can be fed awake answers requests meanwhile; such
+    /// answers may mix both versions, and the time is reported. `External`: the trainer pauses the engines. Not every engine supports every
+    /// value.
     #[serde(default)]
     pub pause: Pause,
 
-    /// What happens to the KV and prefix cache: `Reset`, or `Keep` (answers may mix both versions).
+    /// What happens to the KV and prefix cache after a switch: `Reset` (default), or `Keep` (answers may mix both versions).
     #[serde(default)]
     pub kv_cache: KvCache,
 
-    /// Seconds after which an update ends even if bytes move; also the longest that an engine stays paused by us.
+    /// Longest time of an update, in seconds, even if bytes move. It is also the longest time that WeightSync keeps an engine paused.
+    /// Default: 600.
     #[serde(default = "ten_minutes")]
     #[schemars(range(min = 1, max = 86_400))]
     pub timeout_seconds: i32,
 
-    /// Seconds without a byte after which a wait ends.
+    /// Longest wait in which no byte moves, in seconds. Then the attempt ends. Default: 10.
     #[serde(default = "ten")]
     #[schemars(range(min = 1, max = 3600))]
     pub silence_seconds: i32,
 
-    /// What the source keeps to retry and to feed joiners, and every agent to go back (`membership.keep`). If left out: what fits, and nothing
-    /// in an ephemeral container. It must fit in any case: into the limits of the container, its volume, and what is available on the node.
+    /// Memory for kept versions: of the source to retry and to feed joiners, and of every agent to go back (`membership.keep`). Default:
+    /// what fits, and nothing in an ephemeral container. In any case it must fit into the container's limits, its volume, and the available
+    /// memory of the node.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub retain: Option<Retain>,
 
-    /// How tensors are digested where bytes pass through members (the TCP chain, feeding): `Blake3`, by which a member that passes on other
-    /// bytes than it got is found out, or `Xxh3`, which is faster on few cores and trusts all members. Between GPUs it is always gsum64.
+    /// Digest of tensors where bytes pass through members (the TCP chain, feeding). `Blake3` (default) detects a member that forwards other
+    /// bytes than it received. `Xxh3` is faster on few cores and trusts all members. Between GPUs it is always gsum64.
     #[serde(default)]
     pub digest: Digest,
 
-    /// What happens to a pod whose engine is wedged: its front answers, and it computes nothing any more (condition `Degraded`, reason
-    /// `EngineWedged`). `Report`, or `RestartPod`: the pod is deleted, so that its owner makes another one.
+    /// What happens to a pod whose engine is wedged: its HTTP front answers, but it computes nothing (condition `Degraded`, reason
+    /// `EngineWedged`). `Report` (default): it is only reported. `RestartPod`: the pod is deleted, so that its owner creates another one.
     #[serde(default)]
     pub on_wedged: OnWedged,
 }
 
-/// How tensors are digested where bytes pass through members.
+/// Digest of tensors where bytes pass through members.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum Digest {
-    /// No member can find other bytes with the same digest.
+    /// Cryptographic: no member can find other bytes with the same digest.
     #[default]
     Blake3,
-    /// All members are trusted.
+    /// Fast: trusts all members.
     Xxh3,
 }
 
 /// What happens to a pod whose engine is wedged.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum OnWedged {
-    /// It is informed of, and nothing is done.
+    /// It is reported only.
     #[default]
     Report,
-    /// It is deleted.
+    /// It is deleted, so that its owner creates another one.
     RestartPod,
 }
 
@@ -301,31 +312,31 @@ pub enum KvCache {
     Reset,
 }
 
-/// What the source keeps.
+/// Memory for kept versions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Retain {
-    /// Host memory in MiB for kept versions, in each agent. During an update the source keeps one more than `membership.keep`, where all fit;
-    /// else the oldest is dropped first. A rollout counts the versions that its engine held before. A version that does not fit is not
-    /// kept. 0 keeps nothing: joiners are fed by rollouts that hold the version.
+    /// Host memory for kept versions in each agent, in MiB, such as 65536. During an update the source keeps one version more than
+    /// `membership.keep` if all fit; otherwise it drops the oldest first. In a rollout, the versions that its engine held before count. A
+    /// version that does not fit is not kept. 0 keeps nothing: rollouts that hold the version feed joiners.
     #[serde(rename = "hostMiB")]
     #[schemars(range(min = 0, max = 67_108_864))]
     pub host_mib: i64,
 }
 
-/// How the agents come into the pods.
+/// How the agents are put into the pods.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Agent {
-    /// `Sidecar` (put in when the pod is created, by the chart's admission policy or `kubectl weightsync inject`), `Wrap` (put in the same
-    /// way, into pods with the annotation `weightsync.dev/inject: wrap`: the container's own command runs below the agent, with which it
-    /// shares GPUs and memory), `Ephemeral` (the controller adds an ephemeral container to running pods: a trial, no retained copy, 20
-    /// launches in a pod's life), or `External` (something else starts `weightsync agent`).
+    /// `Sidecar` (default): a native sidecar, added when the pod is created, by the chart's admission policy or `kubectl weightsync
+    /// inject`. `Wrap`: added in the same way, to pods with the annotation `weightsync.dev/inject: wrap`; the container's own command runs
+    /// as a child of the agent and shares GPUs and memory with it. `Ephemeral`: the controller adds an ephemeral container to running pods;
+    /// for trials, without kept versions, at most 20 launches for one pod. `External`: something else starts `weightsync agent`.
     #[serde(default)]
     pub launch: Launch,
 }
 
-/// How the agents come into the pods.
+/// How the agents are put into the pods.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum Launch {
     #[default]
@@ -339,7 +350,8 @@ pub enum Launch {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Readiness {
-    /// Whether pods are ready before the first version: `Serve` (as their engine is) or `Hold` (not before they hold it).
+    /// Whether pods are ready before the first version: `Serve` (default; they are as ready as their engine) or `Hold` (they wait for the
+    /// first version).
     #[serde(default)]
     pub before_first_version: BeforeFirstVersion,
 }

@@ -6,42 +6,44 @@ use serde::{Deserialize, Serialize};
 
 use super::PodSelector;
 
-/// A pool of rollouts that are alike.
+/// A pool of rollouts with the same engine and settings.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 #[x_kube(validation = Rule::new("self.replica.pods == 1 || (has(self.engine.vllm) ? self.engine.vllm.ports.size() == 1 : has(self.engine.sglang) ? self.engine.sglang.ports.size() == 1 : has(self.engine.lmdeploy) ? self.engine.lmdeploy.ports.size() == 1 : !has(self.engine.fastdeploy) || self.engine.fastdeploy.ports.size() == 1)")
     .message("a replica of several pods has one engine port, on its head: list one port"))]
 pub struct Pool {
-    /// Name of the pool, part of its members' names.
+    /// Name of the pool, such as `actors`. It is part of its members' names.
     #[schemars(length(min = 1, max = 63), regex(pattern = "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"))]
     #[x_kube(validation = Rule::new("self != 'trainer'").message("the name trainer is taken by the trainer's own pods: choose another"))]
     pub name: String,
 
-    /// Its pods. They carry the label `weightsync.dev/role: rollout`.
+    /// Selects its pods. They need the label `weightsync.dev/role: rollout`.
     pub selector: PodSelector,
 
-    /// Container that runs the engine. If left out: the one that the pod's annotation `weightsync.dev/container` names, or else the first.
+    /// Name of the container that runs the engine, such as `vllm`. Default: the container in the pod's annotation
+    /// `weightsync.dev/container`, or else the first.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(min = 1, max = 63), regex(pattern = "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"))]
     pub container: Option<String>,
 
-    /// Which engine, and where it listens.
+    /// The kind of engine, and its ports.
     pub engine: Engine,
 
-    /// Parallel sizes that the engine was started with. They are compared with what the engine says.
+    /// Parallel sizes that the engine was started with. They are compared with the engine's own report; a difference keeps the replica out
+    /// (`SizeMismatch`).
     #[serde(default)]
     pub parallelism: Sizes,
 
-    /// What one replica is.
+    /// Which pods make one replica.
     #[serde(default)]
     pub replica: Replica,
 
-    /// In which order replicas get their ranks.
+    /// Order in which replicas get their ranks.
     #[serde(default)]
     pub order: PoolOrder,
 }
 
-/// Which engine: exactly one of the fields.
+/// The kind of engine: exactly one of the fields.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 #[x_kube(validation = Rule::new("(has(self.vllm) ? 1 : 0) + (has(self.sglang) ? 1 : 0) + (has(self.lmdeploy) ? 1 : 0) + (has(self.fastdeploy) ? 1 : 0) == 1")
@@ -70,14 +72,14 @@ pub struct Engine {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Vllm {
-    /// Ports in the pod; each is a replica of its own.
+    /// Ports of engines in the pod; each is a separate replica.
     #[serde(default = "vllm_ports")]
     #[schemars(length(min = 1, max = 16), inner(range(min = 1, max = 65_535)))]
     #[x_kube(merge_strategy = ListMerge::Set)]
     pub ports: Vec<i32>,
 
-    /// Key of a Secret in the same namespace that holds the server's API key. Each pod must name it by its annotation
-    /// `weightsync.dev/api-key-secret: SECRET/KEY`; else no agent is put into it.
+    /// Key of a Secret in the same namespace with the server's API key. Each pod must name it in its annotation
+    /// `weightsync.dev/api-key-secret: SECRET/KEY`; otherwise it gets no agent. Default: none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub api_key_secret_ref: Option<SecretKey>,
 }
@@ -86,14 +88,14 @@ pub struct Vllm {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Sglang {
-    /// Ports in the pod; each is a replica of its own.
+    /// Ports of engines in the pod; each is a separate replica.
     #[serde(default = "sglang_ports")]
     #[schemars(length(min = 1, max = 16), inner(range(min = 1, max = 65_535)))]
     #[x_kube(merge_strategy = ListMerge::Set)]
     pub ports: Vec<i32>,
 
-    /// Key of a Secret in the same namespace that holds the server's API key. Each pod must name it by its annotation
-    /// `weightsync.dev/api-key-secret: SECRET/KEY`; else no agent is put into it.
+    /// Key of a Secret in the same namespace with the server's API key. Each pod must name it in its annotation
+    /// `weightsync.dev/api-key-secret: SECRET/KEY`; otherwise it gets no agent. Default: none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub api_key_secret_ref: Option<SecretKey>,
 }
@@ -102,14 +104,14 @@ pub struct Sglang {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Lmdeploy {
-    /// Ports in the pod; each is a replica of its own.
+    /// Ports of engines in the pod; each is a separate replica.
     #[serde(default = "lmdeploy_ports")]
     #[schemars(length(min = 1, max = 16), inner(range(min = 1, max = 65_535)))]
     #[x_kube(merge_strategy = ListMerge::Set)]
     pub ports: Vec<i32>,
 
-    /// Key of a Secret in the same namespace that holds the server's API key. Each pod must name it by its annotation
-    /// `weightsync.dev/api-key-secret: SECRET/KEY`; else no agent is put into it.
+    /// Key of a Secret in the same namespace with the server's API key. Each pod must name it in its annotation
+    /// `weightsync.dev/api-key-secret: SECRET/KEY`; otherwise it gets no agent. Default: none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub api_key_secret_ref: Option<SecretKey>,
 }
@@ -118,14 +120,14 @@ pub struct Lmdeploy {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Fastdeploy {
-    /// Ports in the pod; each is a replica of its own.
+    /// Ports of engines in the pod; each is a separate replica.
     #[serde(default = "fastdeploy_ports")]
     #[schemars(length(min = 1, max = 16), inner(range(min = 1, max = 65_535)))]
     #[x_kube(merge_strategy = ListMerge::Set)]
     pub ports: Vec<i32>,
 
-    /// Key of a Secret in the same namespace that holds the server's API key. Each pod must name it by its annotation
-    /// `weightsync.dev/api-key-secret: SECRET/KEY`; else no agent is put into it.
+    /// Key of a Secret in the same namespace with the server's API key. Each pod must name it in its annotation
+    /// `weightsync.dev/api-key-secret: SECRET/KEY`; otherwise it gets no agent. Default: none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub api_key_secret_ref: Option<SecretKey>,
 }
@@ -138,12 +140,12 @@ pub struct SecretKey {
     #[schemars(length(min = 1, max = 253))]
     pub name: String,
 
-    /// Key in it.
+    /// Key in the Secret.
     #[schemars(length(min = 1, max = 253))]
     pub key: String,
 }
 
-/// Parallel sizes of one replica. Its ranks are tensor x pipeline x data; experts are spread over ranks that are there already.
+/// Parallel sizes of one replica. Its ranks are tensor x pipeline x data; experts are spread over these ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 #[x_kube(validation = Rule::new("(self.tensor * self.data) % self.expert == 0")
@@ -151,22 +153,22 @@ pub struct SecretKey {
 #[x_kube(validation = Rule::new("self.tensor * self.pipeline * self.data <= 65536")
     .message("tensor x pipeline x data must not be more than 65536 ranks"))]
 pub struct Sizes {
-    /// Tensor parallel ranks.
+    /// Tensor parallel ranks. Default: 1.
     #[serde(default = "one")]
     #[schemars(range(min = 1, max = 1024))]
     pub tensor: i32,
 
-    /// Pipeline stages.
+    /// Pipeline stages. Default: 1.
     #[serde(default = "one")]
     #[schemars(range(min = 1, max = 1024))]
     pub pipeline: i32,
 
-    /// Data parallel ranks behind one port. Engines on ports of their own are replicas of their own.
+    /// Data parallel ranks that share one port. Default: 1. Engines with separate ports are separate replicas.
     #[serde(default = "one")]
     #[schemars(range(min = 1, max = 1024))]
     pub data: i32,
 
-    /// Ranks that share the experts. Adds no ranks.
+    /// Expert parallel ranks. Default: 1. They add no ranks.
     #[serde(default = "one")]
     #[schemars(range(min = 1, max = 1024))]
     pub expert: i32,
@@ -176,31 +178,31 @@ pub struct Sizes {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Replica {
-    /// Pods of one replica. A group with fewer is left out.
+    /// Number of pods of one replica. A group with fewer is left out. Default: 1.
     #[serde(default = "one")]
     #[schemars(range(min = 1, max = 1024))]
     pub pods: i32,
 
-    /// Label whose value is the same on all pods of a replica; read when it has more than one pod.
+    /// Key of the label whose value is the same on all pods of a replica. Used with more than one pod. Default: that of LeaderWorkerSet.
     #[serde(default = "lws_group")]
     #[schemars(length(min = 1, max = 317))]
     pub group_label: String,
 
-    /// Which pod of a replica is its head, where the server listens; read when it has more than one pod.
+    /// How to find the head of a replica, the pod where the server listens. Used with more than one pod.
     #[serde(default)]
     pub head: Head,
 }
 
-/// Tells the head of a replica.
+/// The label that identifies the head of a replica.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Head {
-    /// Label of the head.
+    /// Key of the label. Default: the worker index of LeaderWorkerSet.
     #[serde(default = "lws_worker")]
     #[schemars(length(min = 1, max = 317))]
     pub label: String,
 
-    /// Its value on the head.
+    /// Value of the label on the head. Default: `"0"`.
     #[serde(default = "zero")]
     #[schemars(length(max = 63))]
     pub value: String,
@@ -220,13 +222,13 @@ pub struct PoolOrder {
     #[serde(default)]
     pub by: OrderBy,
 
-    /// Label whose value gives the order: integers by value, anything else after them.
+    /// Key of the label whose value gives the order: integers by value, other values after them. Required with `by: Label`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(min = 1, max = 317))]
     pub label: Option<String>,
 
-    /// Names of the pods (the heads, where a replica has several), first to last; kept as given. They must be stable (StatefulSet,
-    /// LeaderWorkerSet).
+    /// Names of the pods (of the heads, if a replica has several pods), first to last. They must be stable (StatefulSet, LeaderWorkerSet).
+    /// Required with `by: Explicit`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     // 63: pods with stable names carry theirs in a label; and the API server refuses a longer one for what comparing them may cost.
     #[schemars(length(max = 100), inner(length(min = 1, max = 63)))]
@@ -245,7 +247,7 @@ pub enum OrderBy {
     Explicit,
 }
 
-/// What is common to the servers of all engines.
+/// The fields that all engine kinds have in common.
 pub struct EngineServer<'a> {
     /// `vllm`, `sglang`, `lmdeploy`, `fastdeploy`.
     pub kind: &'static str,
@@ -254,7 +256,7 @@ pub struct EngineServer<'a> {
 }
 
 impl Engine {
-    /// The one engine that is given; none when the object breaks the rule that there be exactly one.
+    /// The engine in the spec; `None` unless exactly one is given.
     pub fn server(&self) -> Option<EngineServer<'_>> {
         fn server<'a>(kind: &'static str, ports: &'a [i32], api_key: Option<&'a SecretKey>) -> EngineServer<'a> {
             EngineServer { kind, ports, api_key }

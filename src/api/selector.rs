@@ -1,4 +1,5 @@
-//! A label selector with limits. The type of Kubernetes itself has none on its lists and strings, so no cost could be given for rules.
+//! A label selector with limits. Kubernetes' own type has no limits on its lists and strings, so the API server could not bound the cost of
+//! CEL rules.
 
 use std::collections::BTreeMap;
 
@@ -13,12 +14,12 @@ use serde::{Deserialize, Serialize};
 #[x_kube(validation = Rule::new("(has(self.matchLabels) && self.matchLabels.size() > 0) || (has(self.matchExpressions) && self.matchExpressions.size() > 0)")
     .message("an empty selector would mean every pod: name at least one label in matchLabels or matchExpressions"))]
 pub struct PodSelector {
-    /// Labels with their value.
+    /// Labels with their required value, such as `app: actor`.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     #[schemars(schema_with = "match_labels")]
     pub match_labels: BTreeMap<String, String>,
 
-    /// Requirements beyond a single value.
+    /// Requirements that are not a single value.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 16))]
     #[x_kube(merge_strategy = ListMerge::Atomic)]
@@ -35,7 +36,7 @@ pub struct SelectorRequirement {
     #[schemars(length(min = 1, max = 317))]
     pub key: String,
 
-    /// What is asked of it: `In` (it has one of the values), `NotIn` (it is absent or has none of them), `Exists` or `DoesNotExist`.
+    /// The condition: `In` (it has one of the values), `NotIn` (it is absent or has none of them), `Exists` or `DoesNotExist`.
     pub operator: SelectorOperator,
 
     /// Values, for `In` and `NotIn`.
@@ -45,8 +46,7 @@ pub struct SelectorRequirement {
     pub values: Vec<String>,
 }
 
-/// What a requirement asks of a label: `In` (it has one of the values), `NotIn` (it is absent or has none of them), `Exists`,
-/// `DoesNotExist`.
+/// The condition of a requirement: `In` (it has one of the values), `NotIn` (it is absent or has none of them), `Exists`, `DoesNotExist`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum SelectorOperator {
     In,

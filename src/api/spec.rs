@@ -1,7 +1,7 @@
-//! What a user asks for: the trainer, the rollouts, and how they are found, ordered and measured.
+//! The spec: the trainer, the rollouts, and how they are found, ordered and measured.
 //!
-//! A field is here only when something reads it. Rules over several fields are CEL with a message that says what to change; `validate`
-//! repeats them in code.
+//! Each field is read by some code. Rules over several fields are CEL with a message that says what to change; `validate` repeats them in
+//! code.
 
 // Printer columns repeat the names of their arguments; the lint takes that for a mistake.
 #![allow(clippy::duplicated_attributes)]
@@ -15,7 +15,7 @@ use super::policy::{Agent, Health, Membership, Readiness, Transport, Update};
 use super::pool::Pool;
 use super::{PodSelector, WeightSyncStatus};
 
-/// What is asked for: whose weights go where, and by which rules.
+/// The desired state: which trainer's weights go to which rollouts, and by which rules.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, CustomResource, KubeSchema)]
 #[kube(
     group = "weightsync.dev",
@@ -32,14 +32,14 @@ use super::{PodSelector, WeightSyncStatus};
         name = "Replicas",
         type_ = "string",
         json_path = ".status.replicas.display",
-        description = "Replicas that serve the current version, of all."
+        description = "Ready replicas / all replicas. Ready ones serve the current version."
     ),
-    printcolumn(name = "Epoch", type_ = "integer", json_path = ".status.epoch", description = "Number of the group."),
+    printcolumn(name = "Epoch", type_ = "integer", json_path = ".status.epoch", description = "Epoch: the number of the group."),
     printcolumn(
         name = "World",
         type_ = "integer",
         json_path = ".status.worldSize",
-        description = "Ranks of the group, the source included."
+        description = "World size: ranks of the group, including the source."
     ),
     printcolumn(
         name = "Version",
@@ -47,7 +47,12 @@ use super::{PodSelector, WeightSyncStatus};
         json_path = ".status.version",
         description = "The last version that at least minReady replicas serve."
     ),
-    printcolumn(name = "Transport", type_ = "string", json_path = ".status.transport.name", description = "How bytes travel."),
+    printcolumn(
+        name = "Transport",
+        type_ = "string",
+        json_path = ".status.transport.name",
+        description = "Transport in use: tcp, nccl or gdr."
+    ),
     printcolumn(
         name = "Ready",
         type_ = "string",
@@ -58,16 +63,10 @@ use super::{PodSelector, WeightSyncStatus};
         name = "Reason",
         type_ = "string",
         json_path = ".status.conditions[?(@.type==\"Ready\")].reason",
-        description = "Why it is ready or not.",
+        description = "Reason of the condition Ready.",
         priority = 1
     ),
-    printcolumn(
-        name = "Source",
-        type_ = "string",
-        json_path = ".status.trainer.pod",
-        description = "The trainer's pod that sends.",
-        priority = 1
-    ),
+    printcolumn(name = "Source", type_ = "string", json_path = ".status.trainer.pod", description = "Pod of the source.", priority = 1),
     printcolumn(
         name = "Suspended",
         type_ = "boolean",
@@ -75,7 +74,7 @@ use super::{PodSelector, WeightSyncStatus};
         description = "Whether the object is suspended.",
         priority = 1
     ),
-    printcolumn(name = "Age", type_ = "date", json_path = ".metadata.creationTimestamp", description = "Time since the object was made.")
+    printcolumn(name = "Age", type_ = "date", json_path = ".metadata.creationTimestamp", description = "Time since creation.")
 )]
 #[serde(rename_all = "camelCase")]
 #[x_kube(validation = Rule::new("self.agent.launch != 'Ephemeral' || !has(self.update.retain) || self.update.retain.hostMiB == 0")
@@ -87,53 +86,57 @@ use super::{PodSelector, WeightSyncStatus};
 #[x_kube(validation = Rule::new("self.delivery != 'Engine' || self.update.pause != 'Abort' || !self.rollouts.exists(p, has(p.engine.lmdeploy))")
     .message("an LMDeploy that joins a group answers while it loads: set update.pause to AbortAwake or External, or delivery to Agent"))]
 #[x_kube(validation = Rule::new("self.delivery == 'Agent' || !has(self.membership.maxUnavailable)")
-    .message("only with delivery Agent does a version lie complete before engines switch: remove membership.maxUnavailable, or set delivery to Agent"))]
+    .message("membership.maxUnavailable needs delivery Agent, where the whole version arrives before engines switch: remove it, or set delivery to Agent"))]
 #[x_kube(validation = Rule::new("!has(self.canary) || (self.delivery != 'External' && self.update.pause != 'External')")
-    .message("an engine that the trainer feeds or pauses by itself is not asked by a canary: remove canary, or set delivery and update.pause to something else than External"))]
+    .message("a canary does not work if the trainer feeds or pauses the engines: remove canary, or change delivery and update.pause from External"))]
 #[x_kube(validation = Rule::new("!has(self.canary) || self.membership.keep >= 2")
     .message("a canary needs an earlier version to go back to: set membership.keep to 2 or more"))]
 #[x_kube(validation = Rule::new("self.delivery != 'Engine' || !has(self.transport) || !has(self.transport.tcp)")
     .message("delivery Engine moves weights by NCCL only: remove transport.tcp, or set delivery to Agent"))]
 #[x_kube(validation = Rule::new("self.delivery == 'Agent' || !has(self.transport) || !has(self.transport.gdr)")
-    .message("transport gdr is between agents: remove transport.gdr, or set delivery to Agent"))]
+    .message("transport gdr works between agents only: remove transport.gdr, or set delivery to Agent"))]
 #[x_kube(validation = Rule::new("(self.update.pause == 'Abort' && self.update.kvCache == 'Reset') || !self.rollouts.exists(p, has(p.engine.fastdeploy))")
-    .message("FastDeploy's pause ends requests and empties caches, and it runs by itself after an update: set update.pause to Abort and update.kvCache to Reset"))]
+    .message("FastDeploy's pause ends requests and empties caches, and it resumes by itself after an update: set update.pause to Abort and update.kvCache to Reset"))]
 pub struct WeightSyncSpec {
-    /// Releases every pod and does nothing more until it is false again. Pods go on serving what they have.
+    /// Whether the object is suspended. `true` releases every pod: pods continue to serve their current weights, and no group is formed
+    /// until it is `false` again. Default: `false`.
     #[serde(default)]
     pub suspend: bool,
 
-    /// The version that the group goes back to, and is held at: one that somebody keeps (`membership.keep`, `status.members[].retained`).
-    /// Every replica is taken there, verified, without the trainer; a publish is refused meanwhile (`VersionPinned`). If it is taken away
-    /// again, the group stays where it is until a version with a higher number than every one before is published. Where no one keeps the
-    /// version, everything stays as it is, with the condition `Degraded` and reason `TargetVersionMissing`.
+    /// A kept version that the group goes back to and stays at, such as `41` (`membership.keep`; `status.members[].retained` lists the kept
+    /// versions). Every replica is switched to it and verified, with or without the trainer. A publish is refused meanwhile
+    /// (`VersionPinned`). After the field is removed, the group stays at this version until a higher number than all before is published.
+    /// If no member keeps the version, nothing changes, and the condition `Degraded` has the reason `TargetVersionMissing`. Default: none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 0, max = 9_007_199_254_740_991_i64))]
     pub target_version: Option<i64>,
 
-    /// What every engine is asked after a switch, before its replica says that it holds the version. A replica whose engine does not answer
-    /// within the range does not serve; when most of those that were asked refuse a version, the group goes back to the one before by itself
-    /// (condition `Degraded`, reason `VersionRefused`, `status.refused`). If left out, one token is generated and not judged.
+    /// A test that every engine must pass after a switch, before its replica reports the version: log-probs of a fixed prompt within a
+    /// range. A replica outside the range does not serve. When most of the tested replicas refuse a version, the group returns to the
+    /// previous one by itself (condition `Degraded`, reason `VersionRefused`, `status.refused`). Default: none; one token is generated and
+    /// not judged.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub canary: Option<Canary>,
 
-    /// The trainer: an ordered set of pods, of which the first is the source.
+    /// The trainer: an ordered set of pods. The first is the source.
     pub trainer: Trainer,
 
-    /// Pools of rollouts, in the order of their ranks.
+    /// Pools of rollouts (1 to 16), in the order of their ranks.
     #[schemars(length(min = 1, max = 16))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["name".into()]))]
     pub rollouts: Vec<Pool>,
 
-    /// Who joins the group. `Agent`: agents join, and hand over to their engine. `Engine`: the engines' own workers join an NCCL group that
-    /// the source's agent leads from a GPU; a source that dies in the middle of a broadcast can leave such an engine stuck for good
-    /// (`update.onWedged`), which `Agent` cannot. `External`: the trainer's own data plane moves the weights (`weightsync.Topology` in its
-    /// process); epochs, ranks, deadlines, readiness and the proof after an update are WeightSync's. `transport`, `update.retain` and
-    /// `update.kvCache` play no part then, and pausing is the trainer's business.
+    /// Which processes join the group and move the bytes. `Agent` (default): agents join, and hand the weights to their engine. `Engine`:
+    /// the engines' own workers join an NCCL group that the source's agent leads from a GPU. A source that dies in the middle of a
+    /// broadcast can leave such an engine stuck permanently (`update.onWedged`); `Agent` does not have this risk. `External`: the trainer's
+    /// own data plane moves the weights (`weightsync.Topology` in its process). WeightSync then provides epochs, ranks, deadlines,
+    /// readiness and the proof after an update. The trainer pauses the engines, and `transport`, `update.retain` and `update.kvCache` have
+    /// no effect.
     #[serde(default)]
     pub delivery: Delivery,
 
-    /// How bytes travel. If left out: as `auto`. No default is stored, so that another transport may be given later.
+    /// How bytes travel between members. Default: the same as `auto: {}`. The default is not stored, so that another transport can be set
+    /// later.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub transport: Option<Transport>,
 
@@ -141,7 +144,7 @@ pub struct WeightSyncSpec {
     #[serde(default)]
     pub health: Health,
 
-    /// When a group is formed, and of whom.
+    /// When a group is formed, and which replicas may be in it.
     #[serde(default)]
     pub membership: Membership,
 
@@ -149,7 +152,7 @@ pub struct WeightSyncSpec {
     #[serde(default)]
     pub update: Update,
 
-    /// How the agents come into the pods.
+    /// How the agents are put into the pods.
     #[serde(default)]
     pub agent: Agent,
 
@@ -158,7 +161,7 @@ pub struct WeightSyncSpec {
     pub readiness: Readiness,
 }
 
-/// Who joins the group.
+/// Which processes join the group and move the bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum Delivery {
     /// Agents join, and hand over to their engine.
@@ -174,16 +177,16 @@ pub enum Delivery {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Trainer {
-    /// Its pods. They carry the label `weightsync.dev/role: trainer`.
+    /// Selects its pods. They need the label `weightsync.dev/role: trainer`.
     pub selector: PodSelector,
 
-    /// Container that runs the trainer. If left out: the one that the pod's annotation `weightsync.dev/container` names, or else the first.
+    /// Name of the container that runs the trainer, such as `trainer`. Default: the container in the pod's annotation
+    /// `weightsync.dev/container`, or else the first.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(min = 1, max = 63), regex(pattern = "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"))]
     pub container: Option<String>,
 
-    /// In which order the pods stand; the first is the source. If left out: by ordinal where every pod has one, and otherwise there must
-    /// be exactly one pod.
+    /// Order of the pods; the first is the source. Default: by ordinal if every pod has one; otherwise there must be exactly one pod.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub order: Option<TrainerOrder>,
 }
@@ -204,19 +207,19 @@ pub struct TrainerOrder {
     /// `Explicit` (a list of names).
     pub by: TrainerOrderBy,
 
-    /// Label whose value, an integer, gives the order.
+    /// Key of the label whose integer value gives the order, such as `example.com/rank`. Required with `by: Label`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(min = 1, max = 317))]
     pub label: Option<String>,
 
-    /// Names of the pods, first to last. They must be stable (StatefulSet, LeaderWorkerSet).
+    /// Names of the pods, first to last (at most 100). They must be stable (StatefulSet, LeaderWorkerSet). Required with `by: Explicit`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     // 63: pods with stable names carry theirs in a label; and the API server refuses a longer one for what comparing them may cost.
     #[schemars(length(max = 100), inner(length(min = 1, max = 63)))]
     #[x_kube(merge_strategy = ListMerge::Atomic)]
     pub names: Vec<String>,
 
-    /// Ordinal or label value of the first pod: 0 if left out. A pod with a higher one never takes its place.
+    /// Ordinal or label value of the first pod. Default: 0. A pod with a higher value never becomes the source in its place.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 0, max = 1_000_000))]
     pub first_index: Option<i32>,

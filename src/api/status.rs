@@ -1,25 +1,26 @@
-//! What is so, as users and programs read it. Written by the controller only, by server-side apply.
+//! The observed state. Only the controller writes it, by server-side apply.
 //!
-//! Numbers of the agents' protocol are unsigned; a Kubernetes schema knows signed ones only, so they are cut at the largest signed number.
+//! Numbers of the agents' protocol are unsigned. A Kubernetes schema has signed numbers only, so larger ones become the largest signed
+//! number.
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 use kube::KubeSchema;
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::{Deserialize, Serialize};
 
-/// Most members that status lists; the counts tell of the rest.
+/// Most members that status lists; the counts include the rest.
 pub const MAX_MEMBERS: usize = 64;
 
-/// Annotation of an object that asks for all its edges to be measured again; any new value does.
+/// Annotation of an object that requests a new measurement of all its edges, with any new value.
 pub const PREFLIGHT_ANNOTATION: &str = "weightsync.dev/preflight";
-/// Longest value of it that is heeded, in characters.
+/// Longest accepted value of that annotation, in characters.
 pub const LONGEST_REQUEST: usize = 64;
 
-/// What is so.
+/// The observed state.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct WeightSyncStatus {
-    /// Generation of the spec that this status speaks of.
+    /// Generation of the spec that this status describes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub observed_generation: Option<i64>,
 
@@ -29,7 +30,7 @@ pub struct WeightSyncStatus {
     #[x_kube(merge_strategy = ListMerge::Map(vec!["type".into()]))]
     pub conditions: Vec<Condition>,
 
-    /// Number of the group; only grows. Written before any agent hears of it.
+    /// Number of the group; only grows. It is written before any agent receives it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub epoch: Option<i64>,
 
@@ -37,7 +38,7 @@ pub struct WeightSyncStatus {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub term: Option<i64>,
 
-    /// Ranks of the group, the source included.
+    /// World size: ranks of the group, including the source.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub world_size: Option<i32>,
 
@@ -58,11 +59,11 @@ pub struct WeightSyncStatus {
     #[schemars(length(max = 64))]
     pub manifest: Option<String>,
 
-    /// The highest version that was ever served or refused, where `version` is an earlier one: a publish must be higher.
+    /// The highest version that was ever served or refused, if `version` is an earlier one: the next publish must be higher.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rolled_back_from: Option<i64>,
 
-    /// Versions that most replicas refused by their canary, the highest last; at most 16. They are never brought to anybody again.
+    /// Versions that most replicas refused by their canary, the highest last; at most 16. They are never delivered again.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 16))]
     #[x_kube(merge_strategy = ListMerge::Atomic)]
@@ -72,11 +73,11 @@ pub struct WeightSyncStatus {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub last_update: Option<LastUpdate>,
 
-    /// How many replicas there are, and how many serve the current version.
+    /// Number of replicas, and of those that serve the current version.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub replicas: Option<ReplicaCount>,
 
-    /// Members, sources first, then rollouts by rank, then those that are out; at most 64, `replicas` counts all.
+    /// Members: sources first, then rollouts by rank, then those outside the group. At most 64; `replicas` counts all.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 64))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["name".into()]))]
@@ -93,15 +94,15 @@ pub enum ConditionType {
     Ready,
     /// A group is being formed, or an update runs.
     Progressing,
-    /// The spec makes sense and no one older claims the pods.
+    /// The spec is valid, and no older object claims the pods.
     Accepted,
-    /// Every member that should have an agent has one that can be reached.
+    /// Every member that needs an agent has a reachable one.
     AgentsReady,
     /// A group is committed.
     GroupReady,
     /// Every member of the group serves the current version.
     Synced,
-    /// Something is not as it should be; the message names it.
+    /// Something is wrong; the message names it.
     Degraded,
 }
 
@@ -110,16 +111,16 @@ impl ConditionType {
     pub const ALL: [Self; 7] =
         [Self::Ready, Self::Progressing, Self::Accepted, Self::AgentsReady, Self::GroupReady, Self::Synced, Self::Degraded];
 
-    /// When it is true, for documentation.
+    /// When the condition is true, for documentation.
     pub const fn meaning(self) -> &'static str {
         match self {
             Self::Ready => "at least `minReady` replicas serve the current version, and the next one can be published",
             Self::Progressing => "a group is being formed, or an update runs",
-            Self::Accepted => "the spec makes sense and no older object claims the pods",
-            Self::AgentsReady => "every member that should have an agent has one that can be reached",
+            Self::Accepted => "the spec is valid, and no older object claims the pods",
+            Self::AgentsReady => "every member that needs an agent has a reachable one",
             Self::GroupReady => "a group is committed",
             Self::Synced => "every member of the group serves the current version",
-            Self::Degraded => "something is not as it should be; the message names it",
+            Self::Degraded => "something is wrong; the message names it",
         }
     }
 
@@ -140,11 +141,11 @@ impl ConditionType {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct TransportStatus {
-    /// The transport in use.
+    /// The transport in use: `tcp`, `nccl` or `gdr`.
     #[schemars(length(max = 32))]
     pub name: String,
 
-    /// Why this one.
+    /// Why this transport was chosen.
     #[schemars(length(max = 1024))]
     pub reason: String,
 }
@@ -161,18 +162,18 @@ pub struct PreflightStatus {
     #[schemars(length(max = 32))]
     pub transport: String,
 
-    /// The request that it answers, as in the annotation `weightsync.dev/preflight`.
+    /// Value of the annotation `weightsync.dev/preflight` that requested it.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     #[schemars(length(max = 64))]
     pub request: String,
 
-    /// Edges that were measured for this group; the others were known.
+    /// Edges that were measured for this group; the others were known before.
     pub measured: i32,
 
-    /// Time of those measurements together.
+    /// Total time of those measurements, in milliseconds.
     pub milliseconds: i64,
 
-    /// The planned chain and what its order was decided by, slow and broken edges first; at most 64.
+    /// Edges of the planned chain, and others that decided its order; slow and broken edges first. At most 64.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 64))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["from".into(), "to".into()]))]
@@ -191,11 +192,11 @@ pub struct EdgeStatus {
     #[schemars(length(min = 1, max = 384))]
     pub to: String,
 
-    /// Node of the sender; its pod where the node is not known.
+    /// Node of the sender; its pod if the node is not known.
     #[schemars(length(max = 253))]
     pub from_node: String,
 
-    /// Node of the receiver; its pod where the node is not known.
+    /// Node of the receiver; its pod if the node is not known.
     #[schemars(length(max = 253))]
     pub to_node: String,
 
@@ -210,11 +211,11 @@ pub struct EdgeStatus {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub round_trip_microseconds: Option<i64>,
 
-    /// MTU of the way, in bytes.
+    /// MTU of the path, in bytes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mtu: Option<i32>,
 
-    /// How far the receiver's clock is ahead of the sender's.
+    /// How far the receiver's clock is ahead of the sender's, in milliseconds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub clock_milliseconds: Option<i64>,
 
@@ -224,7 +225,7 @@ pub struct EdgeStatus {
     pub message: String,
 }
 
-/// What an edge is good for.
+/// Result of measuring an edge.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum EdgeVerdict {
     Good,
@@ -233,11 +234,11 @@ pub enum EdgeVerdict {
     Unmeasured,
 }
 
-/// How many replicas there are.
+/// Number of replicas.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct ReplicaCount {
-    /// Replicas that are there or should be.
+    /// All replicas, present or expected.
     pub total: i32,
 
     /// Replicas that serve the current version.
@@ -265,14 +266,14 @@ pub struct LastUpdate {
     /// Attempts, from 1.
     pub attempt: i32,
 
-    /// Where it stands: `Begin`, `Transfer`, `Verify`, `Staged`, `Activate`, `Done` or `Failed`.
+    /// Its state: `Begin`, `Transfer`, `Verify`, `Staged`, `Activate`, `Done` or `Failed`.
     #[schemars(length(max = 32))]
     pub state: String,
 
     /// Bytes of the version.
     pub bytes: i64,
 
-    /// Whether it brought the current version to members that lacked it.
+    /// Whether it was a feeding: the current version for members that lacked it.
     #[serde(default)]
     pub feeding: bool,
 
@@ -314,43 +315,42 @@ pub struct MemberStatus {
     #[x_kube(merge_strategy = ListMerge::Atomic)]
     pub pods: Vec<String>,
 
-    /// Its first rank; none when it is in no group.
+    /// Its first rank; absent outside a group.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rank_offset: Option<i32>,
 
-    /// Ranks that it takes.
+    /// Number of its ranks.
     pub size: i32,
 
-    /// Where it stands: `Ready`, `Updating`, `Behind` (lacks the current version), `Dirty` (must be fed in full before it serves), `Unknown` (what its engine
-    /// holds is not known: it is asked or fed before it serves),
-    /// `Forming`, `Waiting` or `Out`.
+    /// Its state: `Ready`, `Updating`, `Behind` (lacks the current version), `Dirty` (must be fed in full before it serves), `Unknown` (its
+    /// engine's version is not known; it does not serve until the version is proven or fed), `Forming`, `Waiting` or `Out`.
     pub state: MemberStateName,
 
-    /// The version that its engine serves, as far as it was confirmed.
+    /// The version that its engine serves, if it was confirmed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub version: Option<i64>,
 
-    /// Versions that its agent keeps complete and verified: what `targetVersion` can name. At most 32.
+    /// Versions that its agent keeps complete and verified; `targetVersion` can name them. At most 32.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 32))]
     #[x_kube(merge_strategy = ListMerge::Atomic)]
     pub retained: Vec<i64>,
 
-    /// Until when at most its engine is paused by us.
+    /// Latest end of the current pause of its engine by WeightSync.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub paused_until: Option<Time>,
 
-    /// Why it stands there, as one word of the closed list.
+    /// Reason of the state, from the closed list.
     #[schemars(length(min = 1, max = 64))]
     pub reason: String,
 
-    /// Why, for people.
+    /// The cause in words.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     #[schemars(length(max = 1024))]
     pub message: String,
 }
 
-/// Where a member stands.
+/// State of a member.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum MemberStateName {
     Ready,
@@ -387,11 +387,11 @@ fn conditions(_: &mut SchemaGenerator) -> Schema {
             "required": ["lastTransitionTime", "message", "reason", "status", "type"],
             "properties": {
                 "lastTransitionTime": {"type": "string", "format": "date-time", "description": "When the status last changed."},
-                "message": {"type": "string", "maxLength": 32768, "description": "Why, for people."},
-                "observedGeneration": {"type": "integer", "format": "int64", "minimum": 0, "description": "Generation of the spec that this speaks of."},
-                "reason": {"type": "string", "minLength": 1, "maxLength": 1024, "pattern": "^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$", "description": "Why, as one word of the closed list."},
-                "status": {"type": "string", "enum": ["True", "False", "Unknown"], "description": "Whether it is so."},
-                "type": {"type": "string", "minLength": 1, "maxLength": 316, "pattern": "^[A-Za-z]([A-Za-z0-9_.-]*[A-Za-z0-9])?$", "description": "Which aspect."},
+                "message": {"type": "string", "maxLength": 32768, "description": "The cause in words."},
+                "observedGeneration": {"type": "integer", "format": "int64", "minimum": 0, "description": "Generation of the spec that this condition describes."},
+                "reason": {"type": "string", "minLength": 1, "maxLength": 1024, "pattern": "^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$", "description": "Reason of the status, from the closed list."},
+                "status": {"type": "string", "enum": ["True", "False", "Unknown"], "description": "Whether the condition holds."},
+                "type": {"type": "string", "minLength": 1, "maxLength": 316, "pattern": "^[A-Za-z]([A-Za-z0-9_.-]*[A-Za-z0-9])?$", "description": "Type of the condition."},
             },
         },
     })

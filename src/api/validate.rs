@@ -42,7 +42,7 @@ impl Problems {
     }
 }
 
-/// Everything that is wrong with a spec, as far as it can be informed without looking at pods. Empty when it is valid.
+/// All violated rules of a spec that can be checked without pods. Empty when the spec is valid.
 pub fn validate(spec: &WeightSyncSpec) -> Vec<Problem> {
     let mut problems = Problems::default();
     selector(&mut problems, "spec.trainer.selector", &spec.trainer.selector);
@@ -166,7 +166,7 @@ fn policies(problems: &mut Problems, spec: &WeightSyncSpec) {
     problems.expect(
         !fastdeploy || (spec.update.pause == Pause::Abort && spec.update.kv_cache == KvCache::Reset),
         "spec.update.pause",
-        "FastDeploy's pause ends requests and empties caches, and it runs by itself after an update: set update.pause to Abort and update.kvCache to Reset",
+        "FastDeploy's pause ends requests and empties caches, and it resumes by itself after an update: set update.pause to Abort and update.kvCache to Reset",
     );
     let tcp = spec.transport.as_ref().and_then(|transport| transport.tcp);
     problems.expect(
@@ -191,7 +191,7 @@ fn policies(problems: &mut Problems, spec: &WeightSyncSpec) {
     problems.expect(
         spec.delivery == Delivery::Agent || gdr.is_none(),
         "spec.delivery",
-        "transport gdr is between agents: remove transport.gdr, or set delivery to Agent",
+        "transport gdr works between agents only: remove transport.gdr, or set delivery to Agent",
     );
     if let Some(gdr) = gdr {
         problems.range("spec.transport.gdr.bucketMiB", gdr.bucket_mib.unwrap_or(1).into(), 1, 1024);
@@ -225,7 +225,7 @@ fn policies(problems: &mut Problems, spec: &WeightSyncSpec) {
     problems.expect(
         spec.delivery == Delivery::Agent || spec.membership.max_unavailable.is_none(),
         "spec.delivery",
-        "only with delivery Agent does a version lie complete before engines switch: remove membership.maxUnavailable, or set delivery to Agent",
+        "membership.maxUnavailable needs delivery Agent, where the whole version arrives before engines switch: remove it, or set delivery to Agent",
     );
     if let Some(most) = spec.membership.max_skew {
         problems.range("spec.membership.maxSkew", most, 0, 9_007_199_254_740_991);
@@ -271,7 +271,7 @@ fn canary(problems: &mut Problems, spec: &WeightSyncSpec) {
     problems.expect(
         spec.delivery != Delivery::External && spec.update.pause != Pause::External,
         "spec.canary",
-        "an engine that the trainer feeds or pauses by itself is not asked by a canary: remove canary, or set delivery and update.pause to something else than External",
+        "a canary does not work if the trainer feeds or pauses the engines: remove canary, or change delivery and update.pause from External",
     );
     problems.expect(
         spec.membership.keep >= 2,

@@ -1,4 +1,4 @@
-//! `weightsync controller`: runs the operator. Everything it needs comes from the chart, by environment variables.
+//! `weightsync controller`: runs the operator. The chart sets all of its options by environment variables.
 
 use std::net::SocketAddr;
 use std::process::ExitCode;
@@ -12,46 +12,47 @@ use weightsync_net::shutdown;
 
 #[derive(Debug, clap::Args)]
 pub struct ControllerArgs {
-    /// Name of this pod; it holds the lease under this name.
+    /// Name of this pod; the holder's name in the Lease.
     #[arg(long, env = "POD_NAME")]
     pod_name: String,
     /// Namespace of this pod.
     #[arg(long, env = "POD_NAMESPACE")]
     namespace: String,
-    /// Name of the installation: of the lease, and (with -ca after it) of the Secret and ConfigMap of the authority.
+    /// Name of the installation: of the Lease, and (with the suffix -ca) of the Secret and ConfigMap of the CA.
     #[arg(long, env = "WEIGHTSYNC_NAME", default_value = "weightsync")]
     name: String,
-    /// Namespaces to look at, separated by commas; all if empty.
+    /// Namespaces to watch, separated by commas; all if empty.
     #[arg(long, env = "WEIGHTSYNC_WATCH_NAMESPACES", value_delimiter = ',', default_value = "")]
     watch_namespaces: Vec<String>,
-    /// Image of agents that are added to running pods.
+    /// Image of agents that are added to running pods (agent.launch Ephemeral).
     #[arg(long, env = "WEIGHTSYNC_AGENT_IMAGE")]
     agent_image: String,
     /// Pull policy of that image.
     #[arg(long, env = "WEIGHTSYNC_AGENT_IMAGE_PULL_POLICY", default_value = "IfNotPresent")]
     agent_image_pull_policy: String,
-    /// Where agents reach this controller (default: `https://NAME.NAMESPACE.svc:8443`)
+    /// URL at which agents reach this controller (default: `https://NAME.NAMESPACE.svc:8443`)
     #[arg(long, env = "WEIGHTSYNC_CONTROLLER_URL")]
     controller_url: Option<String>,
-    /// Where agents enrol.
+    /// Address to listen on for agents that enrol.
     #[arg(long, default_value = "[::]:8443")]
     enroll_address: SocketAddr,
-    /// Where /healthz, /readyz, /metrics, /loglevel and /ui are served.
+    /// Address to listen on for /healthz, /readyz, /metrics, /loglevel and /ui.
     #[arg(long, default_value = "[::]:8080")]
     status_address: SocketAddr,
-    /// Where probes (/healthz, /readyz) are answered, apart from everything else (default: the port after the status pages')
+    /// Address to listen on for probes only (/healthz, /readyz) (default: the next port after the status address)
     #[arg(long)]
     probe_address: Option<SocketAddr>,
-    /// Who may see the web page /ui: no one, peers within the pod (forwarded ports), or everybody who reaches the status port.
+    /// Clients that may see the web page /ui: none, those on the pod's loopback interface (forwarded ports), or all that reach the status
+    /// port.
     #[arg(long, env = "WEIGHTSYNC_UI", value_enum, default_value_t)]
     ui: Ui,
     /// OpenTelemetry collector (OTLP over HTTP, JSON) that gets a trace of every update, as `http://HOST:4318`; none if empty.
     #[arg(long, env = "OTEL_EXPORTER_OTLP_ENDPOINT", default_value = "")]
     otlp_endpoint: String,
-    /// What is logged: a level, or `target=level` separated by commas.
+    /// Log filter: a level, or `target=level` separated by commas.
     #[arg(long, env = "WEIGHTSYNC_LOG", default_value = "info")]
     log: String,
-    /// Form of log lines.
+    /// Format of log lines.
     #[arg(long, env = "WEIGHTSYNC_LOG_FORMAT", value_enum, default_value_t)]
     log_format: LogFormat,
 }

@@ -1,8 +1,8 @@
-//! `weightsync doctor`: what this machine has for moving weights, what each transport would use, and why not the better one.
+//! `weightsync doctor`: what this machine has for moving weights, what each transport would use, and why a better one is not used.
 //!
-//! GPUs, driver and NCCL are asked by a worker process, so a driver that hangs or crashes is one more finding. It changes nothing, makes no
-//! context on any GPU, and works on a machine that has nothing. A report that could be made is success, whatever it says, unless a transport is
-//! required.
+//! A worker process checks GPUs, driver and NCCL, so a driver that hangs or crashes is one more finding. The command changes nothing, makes
+//! no context on any GPU, and works on a machine without any of these. It exits with 0 whenever it could make a report, unless a transport
+//! is required.
 
 mod advice;
 mod facts;
@@ -37,29 +37,29 @@ enum Required {
 
 #[derive(Debug, Args)]
 pub struct DoctorArgs {
-    /// NCCL's library (libnccl.so.2); looked for in environment, Python packages and system when not given.
+    /// NCCL's library (libnccl.so.2). Default: searched in environment, Python packages and system.
     #[arg(long, value_name = "FILE", env = "WEIGHTSYNC_NCCL")]
     nccl: Option<PathBuf>,
-    /// File of NIXL's C interface (libnixl_capi.so); looked for in Python's packages and in the system when not given.
+    /// File of NIXL's C interface (libnixl_capi.so). Default: searched in Python packages and system.
     #[arg(long, value_name = "FILE", env = "WEIGHTSYNC_NIXL")]
     nixl: Option<PathBuf>,
-    /// Exit with 1 where this transport cannot be used here.
+    /// Exit with 1 if this transport cannot be used here.
     #[arg(long, value_enum)]
     require: Option<Required>,
-    /// Port of the engine next to this process: says whether memory of its GPU can be shared with it.
+    /// Port of the engine in the same pod: checks whether its GPU memory can be shared.
     #[arg(long, value_name = "PORT")]
     engine_port: Option<u16>,
-    /// Seconds that the driver may take to answer; just loaded, it takes several for eight GPUs.
+    /// Longest wait for the driver, in seconds. Right after it was loaded, it needs several seconds for eight GPUs.
     #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..=600))]
     timeout: u64,
-    /// Measure the way to another host instead, where `weightsync doctor --listen` runs: HOST:PORT.
+    /// Measure the path to another host instead, where `weightsync doctor --listen` runs: HOST:PORT.
     #[arg(long, value_name = "ADDRESS", conflicts_with_all = ["nccl", "engine_port"])]
     peer: Option<String>,
-    /// Be the other end of `weightsync doctor --peer` at that port (0: a free one) until interrupted. Anybody who reaches it may send bytes, which
-    /// are checked and not kept.
+    /// Listen on this port (0: a free one) for `weightsync doctor --peer` until interrupted. Every client may send bytes, which are checked
+    /// and not kept.
     #[arg(long, value_name = "PORT", conflicts_with_all = ["nccl", "engine_port", "peer"])]
     listen: Option<u16>,
-    /// How to print it.
+    /// Output format.
     #[arg(short, long, value_enum, default_value_t)]
     output: Output,
 }
@@ -95,7 +95,7 @@ impl DoctorArgs {
     }
 }
 
-/// What a worker says; how it failed when it says nothing.
+/// The worker's findings, or how it failed.
 async fn ask_worker(nccl: Option<&Path>, within: Duration) -> Gpus {
     let asked = async {
         let worker = Worker::start(&WorkerStart::own("doctor")?)?;
@@ -104,13 +104,14 @@ async fn ask_worker(nccl: Option<&Path>, within: Duration) -> Gpus {
     match asked.await {
         Ok(WorkerAnswer::Devices { gpus, links, nccl }) => Gpus { driver: Found::driver_of(&gpus), gpus, links, nccl: nccl.into() },
         Ok(_) => Gpus::nothing(&"the worker answered with something else"),
-        // Its own words, without ours around them.
+        // Only the cause, without the context that this program added.
         Err(WorkerError::Fault { fault, .. }) => Gpus::nothing(&fault),
         Err(error) => Gpus::nothing(&error),
     }
 }
 
-/// NIXL as a worker of its own opens it, with its backend UCX. Over TCP: no device is touched, and memory that may be locked plays no part.
+/// NIXL with its backend UCX, opened in a separate worker. Over TCP, so that no device is touched and the limit of locked memory has no
+/// effect.
 async fn open_nixl(library: Option<&Path>, within: Duration) -> Found<FabricFacts> {
     let ucx = UcxSettings { tls: vec!["tcp".to_owned(), "self".to_owned()], devices: Vec::new() };
     let asked = async {

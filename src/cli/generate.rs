@@ -1,6 +1,6 @@
-//! `weightsync generate`: files that are made from the program's own types, so that they cannot differ from them.
+//! `weightsync generate`: files that are generated from the program's types.
 //!
-//! Everything goes to standard output; the tests say which file of the repository must hold it.
+//! Everything goes to standard output. Tests compare it with the files in the repository.
 
 mod metrics;
 mod reference;
@@ -51,17 +51,17 @@ impl GenerateArgs {
     }
 }
 
-/// What `crds/weightsync.yaml` must hold.
+/// The content of `crds/weightsync.yaml`.
 pub fn crds() -> anyhow::Result<String> {
     crate::api::crd_yaml().map_err(|error| anyhow::anyhow!(error)).context("the CRD cannot be written")
 }
 
-/// What `docs/reference/api.md` must hold.
+/// The content of `docs/reference/api.md`.
 pub fn api_reference() -> anyhow::Result<String> {
     Ok(reference::render(&crate::api::schema().context("the schema cannot be read")?))
 }
 
-/// What `docs/metrics.md` must hold.
+/// The content of `docs/metrics.md`.
 pub fn metrics() -> anyhow::Result<String> {
     metrics::render()
 }

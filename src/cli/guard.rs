@@ -4,7 +4,7 @@ use std::process::ExitCode;
 
 use anyhow::Context;
 
-/// Carries the command out.
+/// Runs the command.
 pub fn run() -> anyhow::Result<ExitCode> {
     weightsync_coordinator::local::guard::run(std::io::stdin().lock()).context("standard input names no processes")?;
     Ok(ExitCode::SUCCESS)

@@ -1,8 +1,8 @@
-//! `kubectl weightsync inject`: manifests in, the same manifests with the agent out: as a sidecar, or around the container's own command.
+//! `kubectl weightsync inject`: adds the agent to manifests, as a sidecar or as the parent of the container's own command.
 //!
-//! For clusters without MutatingAdmissionPolicy, and for people who want the lines in their repository. Decides which documents hold a
-//! pod template that opts in (label `weightsync.dev/role`) and what is added; the lines are those of the chart's injection policies.
-//! It never talks to a cluster and never changes anything else in a document.
+//! For clusters without MutatingAdmissionPolicy, and for users who want the lines in their repository. Decides which documents hold a pod
+//! template that opts in (label `weightsync.dev/role`) and what is added; the lines are those of the chart's injection policies. It never
+//! calls a cluster and never changes anything else in a document.
 
 mod lines;
 mod sidecar;
@@ -18,21 +18,21 @@ pub use weightsync_agent::command::{PROBE_PORT, STATUS_PORT};
 pub use weightsync_core::plan::ROLE_LABEL;
 
 pub const AGENT_CONTAINER: &str = "weightsync-agent";
-/// Name of the init container that copies the program into a pod that is wrapped, and of the volume that it copies to.
+/// Name of the init container that copies the program into a wrapped pod, and of the volume that it copies to.
 pub const PROGRAM_CONTAINER: &str = "weightsync-program";
 /// Annotation `SECRET/KEY` of the engine's API key.
 pub const API_KEY_ANNOTATION: &str = "weightsync.dev/api-key-secret";
 
-/// Annotation that says which users next to the agent's own may publish: ids with commas between them, or `any`.
+/// Annotation with the users that may publish in addition to the agent's own: ids separated by commas, or `any`.
 pub const USERS_ANNOTATION: &str = "weightsync.dev/trainer-uids";
 
-/// Annotation that says after how many seconds a pod serves that no operator claims; never without it.
+/// Annotation with the seconds after which a pod that no operator claims becomes ready; without it, it never does.
 pub const SERVE_UNCLAIMED_ANNOTATION: &str = "weightsync.dev/serve-unclaimed-after-seconds";
 
-/// Annotation that says how the agent comes into the pod: `sidecar` (default), `wrap` or `false`.
+/// Annotation that chooses how the agent is added: `sidecar` (default), `wrap` or `false`.
 pub const HOW_ANNOTATION: &str = "weightsync.dev/inject";
 
-/// What the lines need to know about the installation.
+/// Facts of the installation that the injected lines contain.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Options {
     pub image: String,
@@ -41,7 +41,7 @@ pub struct Options {
     pub controller_url: String,
     /// PEM of the CA that the controller's certificate is checked with.
     pub controller_ca: String,
-    /// What a container of ours requests, and its limits.
+    /// Requests and limits of the added containers.
     pub resources: Resources,
     /// Limit of the volume at /dev/shm that a pod gets.
     pub shared_memory: Option<String>,
@@ -56,7 +56,7 @@ pub struct Resources {
     pub limits: BTreeMap<String, String>,
 }
 
-/// What the pod itself says by labels and annotations.
+/// The pod's settings in labels and annotations.
 struct Wishes<'a> {
     role: &'a str,
     api_key: Option<&'a (String, String)>,

@@ -1,6 +1,6 @@
 //! `weightsync install DIRECTORY`: copies this program, so that another container of the pod can run it (`agent.launch: Wrap`).
 //!
-//! The copy appears whole or not at all: a container that restarts in between must not start half a program.
+//! The copy is atomic: a container that restarts in between must not start half a program.
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
@@ -13,7 +13,7 @@ const NAME: &str = "weightsync";
 
 #[derive(Debug, Args)]
 pub struct InstallArgs {
-    /// Where to; the program is called `weightsync` there.
+    /// Target directory; the program is called `weightsync` there.
     directory: PathBuf,
 }
 
@@ -21,7 +21,7 @@ impl InstallArgs {
     pub fn run(self) -> anyhow::Result<ExitCode> {
         let (half, whole) = (self.directory.join(format!(".{NAME}.part")), self.directory.join(NAME));
         let reported = |what: &str| format!("{what} {}", self.directory.display());
-        // The link, not the path: it leads to the program even where its file was replaced since it started.
+        // The link, not the path: it still leads to the program if its file was replaced after the start.
         std::fs::copy("/proc/self/exe", &half).with_context(|| reported("this program cannot be copied to"))?;
         // A user of another container must be able to run it.
         std::fs::set_permissions(&half, std::fs::Permissions::from_mode(0o755))

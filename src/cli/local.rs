@@ -1,4 +1,4 @@
-//! `weightsync local -f FILE`: a group of processes on this host, until it is asked to stop.
+//! `weightsync local -f FILE`: a group of processes on this host, until it is interrupted.
 
 use std::io::Write;
 use std::net::Ipv4Addr;
@@ -20,10 +20,10 @@ use weightsync_net::shutdown::{self, Hangup, Hangups};
 
 #[derive(Debug, Args)]
 pub struct LocalArgs {
-    /// The file that names trainer, rollouts and rules (docs/local.md).
+    /// The file with trainer, rollouts and policies (docs/local.md).
     #[arg(short, long)]
     filename: PathBuf,
-    /// How to print what happens: a line each for people, or one JSON object a line.
+    /// Output format of events: one line of text or one JSON object for each.
     #[arg(short, long, value_enum, default_value_t)]
     output: Output,
     /// Log filter, e.g. `info` or `weightsync=debug`; logs go to standard error.
@@ -41,7 +41,7 @@ impl LocalArgs {
         super::block_on(self.supervise(spec, &file))
     }
 
-    /// Reads the file again: the target version counts at once, everything else with the next start.
+    /// Reads the file again: the target version is applied at once, all other fields at the next start.
     async fn reload(&self, group: &Group, began_with: &LocalFile) {
         let read = tokio::fs::read_to_string(&self.filename).await.map_err(|error| error.to_string());
         let (event, message) = match read.and_then(|text| LocalFile::parse(&text)) {
@@ -49,10 +49,10 @@ impl LocalArgs {
                 group.set_target(file.target_version).await;
                 let target = file.target_version.map_or_else(|| "none".to_owned(), |version| version.to_string());
                 let other = LocalFile { target_version: began_with.target_version, ..file } != *began_with;
-                let rest = if other { "; what else changed counts after a restart" } else { "" };
+                let rest = if other { "; all other changes are applied after a restart" } else { "" };
                 ("reloaded", format!("target version: {target}{rest}"))
             }
-            Err(error) => ("unreadable", format!("{} is not taken: {error}", self.filename.display())),
+            Err(error) => ("unreadable", format!("{} is not applied: {error}", self.filename.display())),
         };
         self.tell(&json!({"event": event, "message": message}), || message.clone());
     }
@@ -91,7 +91,7 @@ impl LocalArgs {
             Output::Human => line(),
             Output::Json => object.to_string(),
         };
-        // No one reads it any more, or the disk is full: the group goes on.
+        // The reader is gone, or the disk is full: the group continues.
         let _ = writeln!(std::io::stdout(), "{line}");
     }
 }
@@ -105,7 +105,7 @@ fn as_line(event: &CoordinatorEvent) -> String {
     format!("{} {}{}", event.reason, member, event.message)
 }
 
-/// What the file says, as the group wants it; paths are relative to the file.
+/// Converts the file into the group's settings; paths are relative to the file.
 fn group_spec(file: &LocalFile, base: &Path) -> anyhow::Result<GroupSpec> {
     let directory = base.join(&file.directory);
     std::fs::create_dir_all(&directory).with_context(|| format!("{} cannot be made", directory.display()))?;

@@ -1,7 +1,7 @@
-//! `weightsync plan -f FILE`: what a group would be made of, and what an update would cost, without a cluster.
+//! `weightsync plan -f FILE`: the members of a group and the cost of an update, without a cluster.
 //!
-//! Reads a `WeightSync` and pods (as they are, or as the workloads of the file would make them), asks the same plan that the controller
-//! asks, and prints ranks, offsets, order, bytes, buckets, memory and floor times. It changes nothing and talks to no one.
+//! Reads a `WeightSync` and pods (from the file, or as the workloads in the file would create them), runs the same plan as the controller,
+//! and prints ranks, offsets, order, bytes, buckets, memory and minimum times. It changes nothing and makes no connection.
 
 mod expand;
 mod file;
@@ -37,34 +37,34 @@ pub struct PlanArgs {
     /// Files with a WeightSync and with pods or workloads, `-` for standard input. `kubectl get ws,pods -o yaml` makes one.
     #[arg(short, long, required = true)]
     filename: Vec<PathBuf>,
-    /// Safetensors checkpoint, to reckon with the bytes and tensors of the model.
+    /// Safetensors checkpoint, for the bytes and tensors of the model.
     #[arg(long, conflicts_with = "size")]
     checkpoint: Option<PathBuf>,
-    /// Size of the model, `16GB` for instance, where no checkpoint is at hand.
+    /// Size of the model, such as `16GB`, if there is no checkpoint.
     #[arg(long, value_parser = parse_bytes)]
     size: Option<u64>,
-    /// Memory that is free on the tightest GPU while engines and trainer run, `20GB` for instance: says whether there is room for buckets that
-    /// travel between GPUs, which `transport.auto` is then taken to choose.
+    /// Free memory of the fullest GPU while engines and trainer run, such as `20GB`. The plan then assumes NCCL for `transport.auto`, and
+    /// shows whether its buckets fit.
     #[arg(long, value_parser = parse_bytes)]
     gpu_free: Option<u64>,
-    /// Speeds of links to reckon floor times for. An object from a cluster adds the slowest edge that its pre-flight measured.
+    /// Link speeds for the minimum times, such as `25Gbit`.
     #[arg(long, value_parser = parse_rate, default_values = ["10Gbit", "25Gbit", "100Gbit"])]
     bandwidth: Vec<Bandwidth>,
-    /// How to print it.
+    /// Output format.
     #[arg(short, long, value_enum, default_value_t)]
     output: Output,
 }
 
-/// What is said of one object.
+/// The report on one object.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub(super) struct Report {
     weightsync: WeightSyncRef,
-    /// What is wrong with the spec; nothing is planned then.
+    /// Violated rules of the spec; if there are any, nothing is planned.
     problems: Vec<String>,
     plan: Plan,
     explanation: Explanation,
-    /// The ring on each GPU, and how it came about.
+    /// The ring on each GPU, and how it was chosen.
     #[serde(skip_serializing_if = "Option::is_none")]
     gpu_ring: Option<String>,
 }
@@ -142,15 +142,15 @@ impl PlanArgs {
         Ok(reports)
     }
 
-    /// The ring that the controller would choose; none where buckets do not travel between GPUs.
+    /// The ring that the controller would choose; `None` if buckets do not travel between GPUs.
     fn gpu_ring(&self, transport: &TransportPolicy) -> Option<Result<RingChoice, NoRing>> {
-        // Whether pods have GPUs is seen when they run: without the word of the object, or of the user, they are taken to have none.
+        // Whether pods have GPUs is known only when they run. Unless the object or the user specifies it, the plan assumes none.
         let between_gpus = match transport.wish {
             TransportWish::Nccl => true,
             TransportWish::Auto => self.gpu_free.is_some(),
             TransportWish::Tcp | TransportWish::Gdr => false,
         };
-        // What a worker reads as free is what its own context has left.
+        // A worker measures free memory after its own context was created.
         let room = |free: u64| GpuRoom { gpu: "the tightest GPU".to_owned(), free: free.saturating_sub(CONTEXT_ESTIMATE), total: free };
         let rooms: Vec<GpuRoom> = self.gpu_free.map(room).into_iter().collect();
         between_gpus.then(|| gpu_ring(RingWish::of(transport.slots, transport.slot_bytes), USUAL_LOAD, &rooms))
@@ -195,7 +195,7 @@ impl Party {
         let mut reference = object.plan_ref();
         reference.namespace.clone_from(&read.namespace);
         if reference.uid.is_empty() {
-            // Not made yet: what stands first in the files is made first.
+            // Not created yet: assume creation in the order of the files.
             reference.uid = format!("{}/{}", reference.namespace, reference.name);
             reference.created = if reference.created == 0 { (1 << 50) + position as u64 } else { reference.created };
         }
@@ -203,21 +203,7 @@ impl Party {
     }
 }
 
-/// The slowest edge of the planned chain, where the pre-flight of a cluster measured them: a chain is as fast as that one.
-fn slowest_measured(roster: &Roster, object: &WeightSync) -> Option<Bandwidth> {
-    let preflight = object.status.as_ref()?.preflight.as_ref()?;
-    let source = roster.members.iter().find(|member| member.role == Role::Source)?;
-    let senders = std::iter::once(&source.name).chain(&roster.chain);
-    let rates = senders.zip(&roster.chain).filter_map(|(from, to)| {
-        let edge = preflight.edges.iter().find(|edge| edge.from == from.0 && edge.to == to.0)?;
-        let bytes_per_second = u64::try_from(edge.bytes_per_second?).ok().filter(|rate| *rate > 0)?;
-        let rate = show_rate(bytes_per_second);
-        Some(Bandwidth { name: format!("{rate}, measured from {from} to {to} over {}", preflight.transport), bytes_per_second })
-    });
-    rates.min_by_key(|edge| edge.bytes_per_second)
-}
-
-/// What the other objects of the files claim of these pods.
+/// Pods that other objects of the files claim.
 fn claims(mine: &Party, all: &[Party], pods: &[PodFacts]) -> Vec<Claim> {
     let others = all.iter().filter(|other| other.reference != mine.reference && other.reference.namespace == mine.reference.namespace);
     let of_one = |other: &Party| {

@@ -1,7 +1,7 @@
-//! `kubectl weightsync VERB`: what a person at a terminal needs of a cluster. One file a verb.
+//! `kubectl weightsync COMMAND`: commands for users of a cluster. One file for each command.
 //!
-//! Decides how things are shown. Every verb works with the rights of the person who calls it, and says which right is missing. It never
-//! repeats a command of kubectl: logs, Events, patches and commands in a pod are kubectl's.
+//! Decides how things are shown. Every command uses the rights of the user who calls it, and names a missing right. It never repeats a
+//! command of kubectl: logs, Events, patches and commands in a pod are kubectl's.
 
 mod agents;
 mod cluster;
@@ -19,11 +19,11 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-/// Looks after WeightSync objects: what they do, why not, and what to send with a bug report.
+/// Shows and controls WeightSync objects, and writes bug reports.
 #[derive(Debug, Parser)]
 #[command(name = "kubectl-weightsync", bin_name = "kubectl weightsync", version, propagate_version = true, arg_required_else_help = true)]
 pub struct Plugin {
-    /// What to do.
+    /// The command.
     #[command(subcommand)]
     pub verb: Verb,
 }
@@ -34,19 +34,19 @@ pub enum Verb {
     Completion(completion::CompletionArgs),
     /// Add the agent's sidecar to manifests: standard input to standard output.
     Inject(inject::InjectArgs),
-    /// Show what a group would be made of and what an update would cost, from files, without a cluster.
+    /// Show the members of a group and the cost of an update, from files, without a cluster.
     Plan(crate::cli::plan::PlanArgs),
     /// Measure every edge between the members of an object now, and show which are slow or broken.
     Preflight(preflight::PreflightArgs),
-    /// Suspend an object and wait until every pod serves on its own.
+    /// Suspend an object and wait until every pod serves outside the group.
     Release(release::ReleaseArgs),
-    /// Write a tar file for a bug report, of named fields only.
+    /// Write a tar file for a bug report. It copies listed fields only.
     Report(report::ReportArgs),
-    /// Take an object back to a version that is kept, and hold it there; or let it go on.
+    /// Take an object back to a kept version and hold it there, or clear that.
     Rollback(rollback::RollbackArgs),
     /// Show members, ranks and versions, and why a member is out.
     Status(status::StatusArgs),
-    /// Bring the leading controller's web page to this machine.
+    /// Forward the leading controller's web page to this machine.
     Ui(ui::UiArgs),
     /// Candidates for kubectl's completion.
     #[command(name = "__complete", hide = true)]

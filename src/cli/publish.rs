@@ -1,7 +1,7 @@
-//! `weightsync publish`: a safetensors checkpoint as a version, through the same socket that a training process uses.
+//! `weightsync publish`: publishes a safetensors checkpoint as a version, through the same socket as a training process.
 //!
 //! Reads the files itself and hands the bytes over in shared memory, so the agent needs no volume with them; with `--on-agent` the agent
-//! reads them. Decides what is shown and which exit code an outcome gets; it never decides about versions.
+//! reads them. Decides the output and the exit code of an outcome; it never decides about versions.
 
 mod lines;
 mod show;
@@ -28,34 +28,34 @@ const RETRYABLE: u8 = 75;
 pub struct PublishArgs {
     /// Directory with model.safetensors, or shards and their index; or one safetensors file.
     checkpoint: PathBuf,
-    /// Number of the version: higher than every one published before.
+    /// Number of the version; higher than all published before.
     #[arg(long = "version", value_name = "N")]
     number: Version,
-    /// The agent's socket (`@weightsync/POD_UID`); found by itself when only one agent listens here.
+    /// The agent's socket (`@weightsync/POD_UID`). Default: that of the only agent that listens here.
     #[arg(long, env = "WEIGHTSYNC_SOCKET")]
     socket: Option<SocketName>,
-    /// Checkpoint of the model that drafts tokens for it in the engines; both are one version.
+    /// Checkpoint of the draft model for speculative decoding; both are one version.
     #[arg(long, value_name = "DIR", conflicts_with = "on_agent")]
     draft: Option<PathBuf>,
-    /// Let the agent read the checkpoint: it must see the same path.
+    /// Let the agent read the checkpoint; it must see the same path.
     #[arg(long)]
     on_agent: bool,
-    /// What happens when another publish runs.
+    /// What to do while another publish runs.
     #[arg(long, value_enum, default_value_t = Queue::Wait)]
     queue: Queue,
-    /// Seconds after which the publish ends, whatever it has reached.
+    /// Longest time of the publish, in seconds.
     #[arg(long, value_name = "SECONDS", default_value_t = 600, value_parser = clap::value_parser!(u64).range(1..=604_800))]
     timeout: u64,
-    /// How the outcome is printed.
+    /// Output format of the result.
     #[arg(long, short, value_enum, default_value_t)]
     output: Output,
 }
 
 #[derive(Debug, Clone, Copy, ValueEnum)]
 enum Queue {
-    /// Wait for the turn.
+    /// Wait in the queue.
     Wait,
-    /// Replace what waits; what runs ends first.
+    /// Replace waiting publishes; the running one ends first.
     Latest,
 }
 
@@ -101,11 +101,11 @@ impl PublishArgs {
             let request = ClientRequest::PublishCheckpoint { version, path, queue, activation, timeout_ms };
             return self.connect()?.publish(
                 &request,
-                &mut |_, _, _| Err("the agent asked for bytes that it was to read".into()),
+                &mut |_, _, _| Err("the agent requested bytes that it should read itself".into()),
                 &mut seen,
             );
         }
-        // Read before the agent is bothered: a bad checkpoint is the likelier mistake.
+        // Read before the agent is contacted: a bad checkpoint is the likelier mistake.
         let open = |path: &PathBuf| Checkpoint::open(path).map_err(|error| TrainerError::Source(error.into()));
         let mut checkpoint = open(&self.checkpoint)?;
         if let Some(draft) = &self.draft {
@@ -134,7 +134,7 @@ impl PublishArgs {
     }
 }
 
-/// Every failure in the words of the protocol.
+/// Converts every failure into one of the protocol.
 fn failure(error: &TrainerError) -> PublishError {
     let (code, retryable) = match error {
         TrainerError::Failed(error) => return error.clone(),

@@ -1,7 +1,7 @@
-//! `weightsync run -- COMMAND`: starts an engine (or a trainer) as a child and runs the agent next to it.
+//! `weightsync run -- COMMAND`: starts an engine (or a trainer) as a child and runs the agent.
 //!
-//! The child is the reason why the container lives: signals go to it, its end is reported at once and ends the agent, and its exit status is
-//! ours. An agent that cannot run does not end the child: it is started again.
+//! The container runs as long as the child. Signals go to the child, its end is reported at once and ends the agent, and its exit status
+//! becomes the exit status of this program. An agent that fails does not end the child: it is started again.
 
 use std::os::unix::process::ExitStatusExt;
 use std::process::{ExitCode, ExitStatus};
@@ -23,7 +23,7 @@ use weightsync_agent::process::{self, Settings};
 /// Signals that are passed on to the child.
 const PASSED_ON: [Signal; 6] = [Signal::TERM, Signal::INT, Signal::HUP, Signal::QUIT, Signal::USR1, Signal::USR2];
 
-/// How long the agent may take to tell its peers that the child ended: what the agent gives them, and its own way out.
+/// How long the agent may take to report the child's end to its peers: its own limit for them, and its shutdown.
 const REPORTED: Duration = Duration::from_secs(1);
 
 /// How long the agent may take to end after that.
@@ -51,7 +51,7 @@ impl RunArgs {
 
     async fn both(self) -> anyhow::Result<ExitCode> {
         let (program, arguments) = self.command.split_first().context("no command was given")?;
-        // Before the child is there, so that no signal in between is lost.
+        // Before the child exists, so that no signal in between is lost.
         let mut signals = JoinSet::new();
         let (pids, pid) = watch::channel(None);
         for passed in PASSED_ON {
@@ -59,7 +59,7 @@ impl RunArgs {
             let mut pid = pid.clone();
             signals.spawn(async move {
                 while coming.recv().await.is_some() {
-                    // One that comes between the child's start and the note of its number waits for it.
+                    // A signal that arrives before the child's process id is stored waits for it.
                     let Ok(known) = pid.wait_for(Option::is_some).await.map(|known| *known) else { return };
                     if let Some(pid) = known {
                         // It may have ended just now.
@@ -68,11 +68,11 @@ impl RunArgs {
                 }
             });
         }
-        // The agent's settings first: what is wrong with them is said before an engine loads for minutes. They may read standard input.
+        // The agent's settings first: a mistake in them is reported before an engine loads for minutes. They may read standard input.
         let (ended, command) = watch::channel(None);
         let mut settings = Settings { command: Some(command), ..self.agent.clone().settings().await? };
         settings.gpus.child = true;
-        // The command has no business with the agent's token, and none with the key that the agent shows to it.
+        // The command must not see the agent's token, or the API key that the agent sends to it.
         let mut child = Command::new(program)
             .args(arguments)
             .env_remove("WEIGHTSYNC_TOKEN")
@@ -107,14 +107,13 @@ impl RunArgs {
     }
 }
 
-/// As shells say it: 128 and the signal's number when a signal ended it.
+/// As in shells: 128 plus the signal's number if a signal ended it.
 fn exit_code(status: ExitStatus) -> ExitCode {
     let code = status.code().or_else(|| status.signal().map(|signal| 128 + signal)).unwrap_or(1);
     ExitCode::from(u8::try_from(code).unwrap_or(1))
 }
 
-/// The first process of a container inherits every orphan: those that ended are taken note of, but for our own child, which is awaited
-/// elsewhere.
+/// The first process of a container inherits every orphan. This reaps those that ended, except for the child, which is awaited elsewhere.
 async fn reap_orphans(own: Option<Pid>) {
     if std::process::id() != 1 {
         return;
@@ -127,7 +126,7 @@ async fn reap_orphans(own: Option<Pid>) {
     }
 }
 
-/// Children of this process that ended and were not taken note of (proc(5): the fields behind the name are state and parent).
+/// Zombie children of this process (proc(5): the fields after the name are state and parent).
 fn ended_children() -> Vec<Pid> {
     let Ok(entries) = std::fs::read_dir("/proc") else { return Vec::new() };
     let ended = |entry: std::fs::DirEntry| {

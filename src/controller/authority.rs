@@ -1,5 +1,5 @@
-//! The operator's certificate authority: one Secret in the operator's own namespace, made by whichever controller comes first, and its
-//! certificate in a ConfigMap for the injection policy. Writes only what it read (resourceVersion), so two that start at once agree.
+//! The operator's certificate authority: one Secret in the operator's own namespace, created by the first controller, and its certificate
+//! in a ConfigMap for the injection policy. Writes carry the resourceVersion that was read, so two controllers that start at once agree.
 
 use std::collections::BTreeMap;
 
@@ -15,7 +15,7 @@ use weightsync_net::identity::{Ca, IdentityError};
 const CERTIFICATE: &str = "tls.crt";
 const KEY: &str = "tls.key";
 const PUBLISHED: &str = "ca.crt";
-/// Two controllers that start at once meet once.
+/// Two controllers that start at once conflict once.
 const TRIES: usize = 3;
 
 #[derive(Debug, thiserror::Error)]
@@ -24,7 +24,7 @@ pub enum AuthorityError {
     Api(String),
     #[error("the authority in Secret {secret} cannot be used: {source}")]
     Unusable { secret: String, source: IdentityError },
-    #[error("Secret {0} was written by others again and again")]
+    #[error("Secret {0} cannot be written: other clients changed it at each try")]
     Contended(String),
 }
 
@@ -34,7 +34,7 @@ impl From<ApiError> for AuthorityError {
     }
 }
 
-/// Reads the authority from Secret `NAME-ca`, or makes it; then publishes its certificate in the ConfigMap of that name.
+/// Reads the authority from Secret `NAME-ca`, or creates it; then publishes its certificate in the ConfigMap of that name.
 pub(super) async fn load(client: &Client, calls: Calls, namespace: &str, name: &str) -> Result<Ca, AuthorityError> {
     let secret_name = format!("{name}-ca");
     let ca = read_or_make(&Api::namespaced(client.clone(), namespace), calls, &secret_name).await?;
@@ -65,7 +65,7 @@ async fn read_or_make(secrets: &Api<Secret>, calls: Calls, name: &str) -> Result
         data.insert(KEY.to_owned(), ByteString(ca.key_pem().into_bytes()));
         match calls.run(format!("write Secret {name}"), secrets.replace(name, &PostParams::default(), &secret)).await {
             Ok(_) => {
-                tracing::info!(secret = name, "made a certificate authority");
+                tracing::info!(secret = name, "created a certificate authority");
                 return Ok(ca);
             }
             Err(error) if error.is_conflict() => {}

@@ -10,21 +10,21 @@ use tokio::sync::Semaphore;
 use tokio::time::timeout;
 
 const DEADLINE: Duration = Duration::from_secs(10);
-/// Calls at once; those of the lease are not among them.
+/// Concurrent calls, without those of the lease.
 static TURNS: Semaphore = Semaphore::const_new(64);
-/// Longest wait for a turn.
+/// Longest wait in the queue.
 const TURN: Duration = Duration::from_secs(30);
 
 #[derive(Debug, thiserror::Error)]
 pub(super) enum ApiError {
-    #[error("{what}: no answer within {deadline:?}")]
+    #[error("{what}: no response within {deadline:?}")]
     Timeout { what: String, deadline: Duration },
     #[error("{what}: {source}")]
     Kube { what: String, source: Box<kube::Error> },
 }
 
 impl ApiError {
-    /// The answer of the API server, where there was one.
+    /// The response of the API server, if there was one.
     pub(super) fn status(&self) -> Option<&kube::core::Status> {
         match self {
             Self::Kube { source, .. } => match source.as_ref() {
@@ -39,7 +39,7 @@ impl ApiError {
         self.status().is_some_and(kube::core::Status::is_conflict)
     }
 
-    /// The object is not there, or is another one under the same name (a UID in a patch that does not fit answers 409 or 422).
+    /// The object is missing, or is another one under the same name (a patch with another UID gives 409 or 422).
     pub(super) fn is_gone(&self) -> bool {
         self.status().is_some_and(|status| {
             status.is_not_found()
@@ -49,7 +49,7 @@ impl ApiError {
     }
 }
 
-/// Words that no object's name can hold: names have neither spaces nor capital letters.
+/// Texts that no object's name can contain: names have neither spaces nor capital letters.
 fn names_another_uid(message: &str) -> bool {
     message.contains("UID in precondition") || message.contains("UID in the precondition")
 }
@@ -63,10 +63,10 @@ fn changes_uid(status: &kube::core::Status) -> bool {
 pub(super) struct Calls;
 
 impl Calls {
-    /// Runs one call; `what` says for people what it does.
+    /// Runs one call; `what` describes it in errors.
     pub(super) async fn run<T>(self, what: impl Into<String>, call: impl Future<Output = Result<T, kube::Error>>) -> Result<T, ApiError> {
         let what = what.into();
-        // Each call that runs next to others opens a connection of its own: five hundred at once cost more than what they ask for.
+        // Each concurrent call opens its own connection: five hundred at once cost more than the calls themselves.
         let Ok(_turn) = timeout(TURN, TURNS.acquire()).await else { return Err(ApiError::Timeout { what, deadline: TURN }) };
         match timeout(DEADLINE, call).await {
             Ok(Ok(answer)) => Ok(answer),

@@ -1,5 +1,5 @@
-//! Numbers of all objects, taken when somebody reads them: how many replicas stand where and why, and one series an object with its
-//! conditions. What is gone has no series any more. It decides nothing.
+//! Metrics of all objects, computed when they are scraped: replicas by state and reason, and one series for each object with its
+//! conditions. A deleted object has no series. Makes no decision.
 
 use std::collections::BTreeMap;
 use std::fmt::{Debug, Error, Formatter};
@@ -15,7 +15,7 @@ use weightsync_core::membership::{MemberStanding, MembershipView};
 use weightsync_core::protocol::{Role, TransportChoice};
 use weightsync_net::metrics::Definition;
 
-/// Where a member stands, as one word.
+/// State of a member, as a label value.
 pub(super) fn word(standing: MemberStanding) -> &'static str {
     match standing {
         MemberStanding::Ready => "ready",
@@ -81,7 +81,7 @@ fn count<'a>(views: impl Iterator<Item = &'a MembershipView>) -> BTreeMap<Replic
     counts
 }
 
-/// Rollouts of a committed group whose bytes go from one to the next.
+/// Length of the chain of a committed group, in rollouts.
 fn depth(view: &MembershipView) -> i64 {
     let chained = view.committed && view.transport.as_ref().is_none_or(|transport| transport.name() == "tcp");
     let in_group = |standing| !matches!(standing, MemberStanding::Out | MemberStanding::Waiting | MemberStanding::Forming);

@@ -1,5 +1,5 @@
-//! Counts and times every request of a client: kube counts none. Watches, leases and Events are among them, which no wrapper around single
-//! calls would see. It changes neither request nor answer.
+//! Counts and times every request of a client, because kube does not. This includes watches, leases and Events, which a wrapper around
+//! single calls would miss. It changes neither request nor response.
 
 use http::{Method as Verb, Request};
 use kube::Client;
@@ -22,7 +22,7 @@ pub(super) fn counted(client: Client, metrics: &ControllerMetrics) -> Client {
     Client::new(service, namespace)
 }
 
-/// A request that is under way. Dropped without an answer, no one waited for it any more.
+/// A running request. If it is dropped without a response, its caller gave up.
 struct Pending {
     metrics: ControllerMetrics,
     method: &'static str,

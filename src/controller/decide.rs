@@ -1,6 +1,6 @@
-//! What an object wants: the plan of its pods, the rules of its group, and which pods' agents belong to it.
+//! The desired state of an object: the plan of its pods, the policies of its group, and the pods whose agents belong to it.
 //!
-//! Pure: objects and pods in, a decision out. Asks no one and writes nothing; two equal inputs give equal decisions.
+//! Pure: objects and pods in, a decision out. No calls, no writes; equal inputs give equal decisions.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::net::IpAddr;
@@ -19,26 +19,26 @@ use weightsync_core::protocol::{Assignment, Reason, Role};
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Decided {
     pub(super) config: MembershipConfig,
-    /// Who could take part and who could not.
+    /// The candidates, and the pods that cannot take part.
     pub(super) members: (Vec<Candidate>, Vec<LeftOut>),
     /// UIDs of the pods that it selects, whether it claims them or not.
     pub(super) selected: HashSet<String>,
-    /// UIDs of pods whose agents belong to it, with what is wanted of them.
+    /// UIDs of pods whose agents belong to it, with their assignments.
     pub(super) claims: HashMap<String, Assignment>,
     /// Addresses of the selected pods, by UID, as the API server knows them.
     pub(super) addresses: HashMap<String, Vec<IpAddr>>,
     pub(super) suspend: bool,
-    /// Why the spec cannot be followed, if so.
+    /// Why the spec cannot be applied, if so.
     pub(super) refused: Option<(Reason, String)>,
-    /// Why there is no one who could publish, if so.
+    /// Why no source exists, if so.
     pub(super) no_source: Option<String>,
-    /// Members that only a person can bring in, with the reason.
+    /// Members that need an action of the user before they can join, with the reason.
     pub(super) misfits: Vec<(Reason, String)>,
-    /// Rollouts that are there or should be.
+    /// Rollouts, present or expected.
     pub(super) replicas: u32,
 }
 
-/// Which pods an object selects. Made once for many pods: selectors are converted by copying them.
+/// The selectors of an object, converted once for many pods.
 pub(super) struct Selection {
     trainer: TrainerSpec,
     pools: Vec<PoolSpec>,
@@ -49,7 +49,7 @@ impl Selection {
         Self { trainer: object.spec.trainer.to_plan(), pools: object.spec.plan_pools() }
     }
 
-    /// Whether a pod with these labels consents, and is the trainer's or of a pool.
+    /// Whether a pod with these labels opted in, and is selected by the trainer or by a pool.
     pub(super) fn holds(&self, labels: &BTreeMap<String, String>) -> bool {
         part_of(&self.trainer, &self.pools, labels).is_some()
     }
@@ -58,7 +58,7 @@ impl Selection {
 /// Decides for `object`, given all readable objects and all opted-in pods of its namespace.
 pub(super) fn decide(object: &WeightSync, others: &[&WeightSync], pods: &[&Pod]) -> Decided {
     let problems = validate(&object.spec);
-    // A namespace may hold the pods of hundreds of objects: no other pod is looked at any further.
+    // A namespace may hold the pods of hundreds of objects: ignore all other pods.
     let selection = Selection::of(object);
     let mine = pods.iter().filter(|pod| selection.holds(pod.labels()));
     let facts: Vec<PodFacts> = mine.map(|pod| pod_facts(pod, container_down(object, pod))).collect();
@@ -68,7 +68,7 @@ pub(super) fn decide(object: &WeightSync, others: &[&WeightSync], pods: &[&Pod])
             trainer: selection.trainer,
             pools: selection.pools,
             pods: facts.clone(),
-            // Membership compares sizes with what engines say, as soon as they say it.
+            // Membership compares sizes with the engines' reports when they arrive.
             engine_sizes: BTreeMap::new(),
             claims: claims_of_others(object, others, &facts),
         })
@@ -124,7 +124,7 @@ fn is_trainer(object: &WeightSync, labels: &BTreeMap<String, String>) -> bool {
     labels.get(ROLE_LABEL).is_some_and(|role| role == ROLE_TRAINER) && object.spec.trainer.selector.to_plan().matches(labels)
 }
 
-/// The container next to which the agent of a pod works: the engine's, or the trainer's. None for a pod that the object does not select.
+/// The engine's or trainer's container of a pod. `None` for a pod that the object does not select.
 pub(super) fn target_container(object: &WeightSync, pod: &Pod) -> Option<String> {
     let named = if is_trainer(object, pod.labels()) {
         object.spec.trainer.container.as_deref()
@@ -134,9 +134,8 @@ pub(super) fn target_container(object: &WeightSync, pod: &Pod) -> Option<String>
     container_name(pod, named)
 }
 
-/// Why an engine's container does not run. Readiness is not looked at: the sidecar's own probe says "not ready" until the replica was
-/// fed, so a pod that had to be ready first would never be fed; and whether an engine is well is judged by the agent's probes, with the
-/// thresholds of the spec.
+/// Why an engine's container does not run. Readiness is ignored: the sidecar's own probe reports "not ready" until the replica was fed, so
+/// a pod that had to be ready first would never be fed. The agent's probes judge the engine's health, with the thresholds of the spec.
 fn container_down(object: &WeightSync, pod: &Pod) -> Option<String> {
     pool_of(object, pod.labels())?;
     let container = target_container(object, pod)?;
@@ -151,7 +150,7 @@ fn container_down(object: &WeightSync, pod: &Pod) -> Option<String> {
     Some(format!("container {container} does not run ({why})"))
 }
 
-/// Those of these pods that other objects select, with whom.
+/// The pods that other objects select too, with those objects.
 fn claims_of_others(object: &WeightSync, others: &[&WeightSync], pods: &[PodFacts]) -> Vec<Claim> {
     let mut claims = Vec::new();
     for other in others.iter().filter(|other| other.metadata.uid != object.metadata.uid) {
@@ -162,8 +161,8 @@ fn claims_of_others(object: &WeightSync, others: &[&WeightSync], pods: &[PodFact
     claims
 }
 
-/// What is wanted of the agents of all pods that the object selects, whether they can take part now or not: an agent that lost its claim
-/// would release its engine in the middle of an update.
+/// Assignments for the agents of all pods that the object selects, whether they can take part now or not. An agent without one would
+/// release its engine in the middle of an update.
 fn claims(object: &WeightSync, pods: &[PodFacts]) -> HashMap<String, Assignment> {
     let serve_before_first_version = object.spec.serve_before_first_version();
     let wanted = |role, engines| Assignment {

@@ -1,7 +1,7 @@
-//! Whether a running pod needs an agent in an ephemeral container (`agent.launch: Ephemeral`), and what that container is like.
+//! Whether a running pod needs an agent in an ephemeral container (`agent.launch: Ephemeral`), and the spec of that container.
 //!
 //! Pure. Ephemeral containers cannot be changed, removed or restarted, share the pod's memory, and die with the first process of their
-//! target (all tried on Kubernetes 1.36), so they are added late, seldom, and at most [`MAX_LAUNCHES`] times in a pod's life.
+//! target (all tested on Kubernetes 1.36), so they are added late, rarely, and at most [`MAX_LAUNCHES`] times for a pod.
 
 use std::net::IpAddr;
 use std::time::Duration;
@@ -14,39 +14,39 @@ use k8s_openapi::jiff::Timestamp;
 
 use crate::api::SecretKey;
 
-/// Ephemeral agents in a pod's life.
+/// Most ephemeral agents of one pod.
 pub(super) const MAX_LAUNCHES: usize = 20;
-/// Names of our ephemeral containers: this and a number from 1. The chart's fence refuses others.
+/// Prefix of the names of ephemeral agents, followed by a number from 1. The chart's admission policy refuses others.
 const PREFIX: &str = "weightsync-agent-";
 /// Names of the sidecar, and of the init container of a pod that was wrapped; a pod that has either needs nothing else.
 const INJECTED: [&str; 2] = ["weightsync-agent", WRAPPED];
 /// Name of the init container that copies the program into a pod whose command the agent starts.
 const WRAPPED: &str = "weightsync-program";
-/// Annotation that says how the agent comes into a pod.
+/// Annotation that chooses how the agent is added to a pod.
 const INJECT: &str = "weightsync.dev/inject";
 /// Annotation that names the Secret and key that the pod's agent may use, as SECRET/KEY.
 const API_KEY: &str = "weightsync.dev/api-key-secret";
-/// What the kubelet (1.36) says of a container that was made and could not be started.
+/// The kubelet's (1.36) reason for a container that was created and could not be started.
 const NOT_STARTED: &str = "RunContainerError";
 const BASE: Duration = Duration::from_secs(2);
 const CAP: Duration = Duration::from_secs(300);
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Need {
-    /// Nothing: it has an agent, or is not far enough.
+    /// Nothing: it has an agent, or its containers do not run yet.
     Nothing,
     /// An ephemeral container of this name.
     Launch(String),
     /// An ephemeral container, after this long: the last one ended.
     Wait(Duration),
-    /// It had too many; the text says what to do.
+    /// It had too many; the text describes what to do.
     Exhausted(String),
-    /// The last one cannot start; the text says why.
+    /// The last one cannot start; the text is the cause.
     Stuck(String),
 }
 
-/// What to do when an object wants its pods wrapped (`agent.launch: Wrap`) and this one is not; none when it is, when it says that it starts
-/// its agent itself, and when it is on its way out.
+/// The message for a pod that is not wrapped although its object has `agent.launch: Wrap`. `None` if it is wrapped, opts out by its
+/// annotation, or terminates.
 pub(super) fn unwrapped(pod: &Pod) -> Option<String> {
     let spec = pod.spec.as_ref().filter(|_| pod.metadata.deletion_timestamp.is_none())?;
     let says = pod.metadata.annotations.iter().flatten().find(|(key, _)| *key == INJECT).map(|(_, value)| value.as_str());
@@ -55,10 +55,10 @@ pub(super) fn unwrapped(pod: &Pod) -> Option<String> {
     }
     let name = pod.metadata.name.as_deref().unwrap_or_default();
     Some(if says == Some("wrap") {
-        format!("pod {name} asks to be wrapped and was made before the chart's admission policy could do it: make it again")
+        format!("pod {name} has the annotation to be wrapped, but was created before the chart's admission policy existed: recreate it")
     } else {
         format!(
-            "pod {name} is not wrapped: put the annotation {INJECT}: wrap into its template, with the container's command, and make it again"
+            "pod {name} is not wrapped: put the annotation {INJECT}: wrap into its template, with the container's command, and recreate it"
         )
     })
 }
@@ -67,17 +67,17 @@ fn has(spec: &PodSpec, names: &[&str]) -> bool {
     spec.init_containers.iter().flatten().any(|container| names.contains(&container.name.as_str()))
 }
 
-/// What the pod needs now, for an agent next to `target`.
+/// What the pod needs now, for an agent of the container `target`.
 pub(super) fn need(pod: &Pod, target: &str, now: Timestamp) -> Need {
     let (Some(spec), Some(status)) = (&pod.spec, &pod.status) else { return Need::Nothing };
     if pod.metadata.deletion_timestamp.is_some() || has(spec, &INJECTED) {
         return Need::Nothing;
     }
-    // Its token is taken from the pod's address only.
+    // Its token is accepted from the pod's address only.
     if addresses(pod).is_empty() {
         return Need::Nothing;
     }
-    // Next to an engine that is not up, the agent would die with the first restart of it.
+    // If the engine is not up, the agent would die with the engine's first restart.
     let up = status.container_statuses.iter().flatten().find(|status| status.name == target);
     if up.and_then(|status| status.state.as_ref()).is_none_or(|state| state.running.is_none()) {
         return Need::Nothing;
@@ -91,7 +91,7 @@ pub(super) fn need(pod: &Pod, target: &str, now: Timestamp) -> Need {
     if launched >= MAX_LAUNCHES {
         let name = pod.metadata.name.as_deref().unwrap_or_default();
         return Need::Exhausted(format!(
-            "pod {name} had {launched} ephemeral agents, the most there may be in a pod's life; delete the pod, or use agent.launch: Sidecar"
+            "pod {name} had {launched} ephemeral agents, the limit for one pod; delete the pod, or use agent.launch: Sidecar"
         ));
     }
     if let Some(wait) = back_off(&ended, now) {
@@ -108,7 +108,7 @@ pub(super) fn addresses(pod: &Pod) -> Vec<IpAddr> {
     all.chain(first).filter_map(|ip| ip.parse().ok()).collect()
 }
 
-/// Ephemeral agents that were added to the pod in its life.
+/// Ephemeral agents that were added to the pod so far.
 pub(super) fn launches(pod: &Pod) -> usize {
     let containers = pod.spec.iter().flat_map(|spec| spec.ephemeral_containers.iter().flatten());
     containers.filter(|container| container.name.starts_with(PREFIX)).count()
@@ -118,8 +118,8 @@ fn is_ended(status: &ContainerStatus) -> bool {
     end(status).is_some()
 }
 
-/// How an ephemeral container ended. One that the runtime made and could not start is reported as waiting where the pod's containers are started
-/// again, and its end as the last state; the kubelet (1.36) never tries an ephemeral one again, so waiting for it is waiting for ever.
+/// How an ephemeral container ended. If the runtime created it and could not start it, the kubelet (1.36) reports it as waiting, with its
+/// end as the last state, in pods that restart containers. It never starts an ephemeral container again, so such a container has ended.
 fn end(status: &ContainerStatus) -> Option<&ContainerStateTerminated> {
     let state = status.state.as_ref()?;
     let not_started = state.waiting.as_ref().is_some_and(|waiting| waiting.reason.as_deref() == Some(NOT_STARTED));
@@ -127,7 +127,7 @@ fn end(status: &ContainerStatus) -> Option<&ContainerStateTerminated> {
     state.terminated.as_ref().or_else(|| last?.terminated.as_ref())
 }
 
-/// An image that cannot be pulled waits for the pod's life: the entry can be neither changed nor removed.
+/// A container whose image cannot be pulled waits until the pod ends: the entry can be neither changed nor removed.
 fn cannot_start(status: &ContainerStatus) -> Option<String> {
     let waiting = status.state.as_ref()?.waiting.as_ref()?;
     let reason = waiting.reason.as_deref()?;
@@ -136,7 +136,7 @@ fn cannot_start(status: &ContainerStatus) -> Option<String> {
     stuck.contains(&reason).then(|| format!("container {} cannot start: {reason} {message}", status.name).trim_end().to_owned())
 }
 
-/// How long to wait still: doubles with each launch, counted from the last end.
+/// Remaining wait: doubles with each launch, counted from the last end.
 fn back_off(ended: &[&ContainerStatus], now: Timestamp) -> Option<Duration> {
     let ends = ended.iter().filter_map(|status| end(status)?.finished_at.as_ref());
     let last = ends.map(|time| time.0).max()?;
@@ -146,8 +146,8 @@ fn back_off(ended: &[&ContainerStatus], now: Timestamp) -> Option<Duration> {
     wait.checked_sub(passed).filter(|left| !left.is_zero())
 }
 
-/// Why the pod's agent must not have this key; none when it may. Anyone who may write objects may not read Secrets by that: the pod itself names
-/// the one that it lets its agent use.
+/// Why the pod's agent must not have this key; `None` if it may. The right to write objects must not give access to Secrets, so the pod
+/// itself names the Secret for its agent.
 pub(super) fn key_not_allowed(pod: &Pod, key: Option<&SecretKey>) -> Option<String> {
     let wanted = key.map(|key| format!("{}/{}", key.name, key.key))?;
     let allowed = pod.metadata.annotations.as_ref().and_then(|annotations| annotations.get(API_KEY));
@@ -161,7 +161,7 @@ pub(super) fn key_not_allowed(pod: &Pod, key: Option<&SecretKey>) -> Option<Stri
     ))
 }
 
-/// What the container is made of, next to the pod itself.
+/// Inputs of the container, in addition to the pod.
 pub(super) struct Recipe<'a> {
     pub(super) name: String,
     pub(super) target: &'a str,
@@ -170,12 +170,12 @@ pub(super) struct Recipe<'a> {
     pub(super) role: &'a str,
     pub(super) controller_url: &'a str,
     pub(super) controller_ca: &'a str,
-    /// Belongs to the first key that shows it from the pod's address: it stands where anyone who may read pods sees it.
+    /// Readable by every user who may read pods; so it belongs to the first key that uses it from the pod's address.
     pub(super) token: String,
     pub(super) api_key: Option<&'a SecretKey>,
 }
 
-/// The container. User, group and capabilities are the target's: with fewer, `/proc/PID/root` of the target cannot be entered.
+/// The container. User, group and capabilities are the target's: with fewer, it cannot enter `/proc/PID/root` of the target.
 pub(super) fn container(pod: &Pod, recipe: Recipe<'_>) -> EphemeralContainer {
     let text = |name: &str, value: &str| EnvVar { name: name.to_owned(), value: Some(value.to_owned()), ..EnvVar::default() };
     let mut env = vec![
@@ -223,7 +223,7 @@ fn security_context(pod: &Pod, target: Option<&Container>, name: &str) -> Securi
     let statuses = pod.status.as_ref().and_then(|status| status.container_statuses.as_ref());
     let user = statuses.into_iter().flatten().find(|status| status.name == name).and_then(|status| status.user.as_ref()?.linux.as_ref());
     SecurityContext {
-        // Filled in by the kubelet from what really runs, whether the pod says it or not.
+        // The kubelet fills this in from the running container.
         run_as_user: user.map(|user| user.uid).or_else(|| theirs?.run_as_user),
         run_as_group: user.map(|user| user.gid).or_else(|| theirs?.run_as_group),
         run_as_non_root: theirs.and_then(|theirs| theirs.run_as_non_root),

@@ -1,5 +1,5 @@
-//! Writes `status.epoch` by compare-and-swap, before any agent hears of it. Decides from what the API server says now, never from a cache,
-//! whether another controller wrote this object since.
+//! Writes `status.epoch` by compare-and-swap, before any agent receives it. Reads the object from the API server, never from a cache, to
+//! decide whether another controller wrote it since.
 
 use std::cmp::Ordering;
 use std::sync::Arc;
@@ -17,9 +17,9 @@ use crate::controller::lease::Leadership;
 use weightsync_coordinator::{EpochStore, PersistError};
 use weightsync_core::protocol::EpochId;
 
-/// Manager of `status.epoch` and `status.term`: an apply of the rest of the status must not take them away.
+/// Field manager of `status.epoch` and `status.term`: an apply of the rest of the status must not remove them.
 const MANAGER: &str = "weightsync-epoch";
-/// Others (users, our own status writes) may write between reading and writing.
+/// Other clients (users, this controller's status writes) may write in between.
 const TRIES: u32 = 5;
 
 pub(super) struct KubeEpochStore {
@@ -43,8 +43,8 @@ pub(super) enum Found {
     Conflict(String),
 }
 
-/// Compares what is stored with what this controller wants to write, in the order in which agents compare epochs. A higher term with a lower
-/// epoch is no conflict: it is left from an installation whose Lease is gone. Who leads now is the Lease's word, not the object's.
+/// Compares the stored epoch with the one to write, in the order in which agents compare epochs. A higher term with a lower epoch is no
+/// conflict: it comes from an installation whose Lease is gone. The Lease decides which controller leads, not the object.
 pub(super) fn judge(found_epoch: u64, found_term: u64, id: &EpochId) -> Found {
     match (found_epoch, found_term).cmp(&(id.epoch, id.term)) {
         Ordering::Less => Found::Write,
@@ -112,6 +112,6 @@ impl EpochStore for KubeEpochStore {
             }
             tokio::time::sleep(Duration::from_millis(10 << tried)).await;
         }
-        Err(other("others write the object again and again"))
+        Err(other("other clients changed the object at each try"))
     }
 }

@@ -1,5 +1,5 @@
-//! Publishes Events, best effort: an API server that is away loses Events, never a reconcile. A full queue drops the oldest: the newest loss
-//! is the one that people look for.
+//! Publishes Events, best effort: if the API server is unavailable, Events are lost and reconciles continue. A full queue drops the oldest
+//! Event, because users look for the newest cause.
 
 #[cfg(test)]
 mod tests;
@@ -21,11 +21,11 @@ use weightsync_coordinator::{CoordinatorEvent, EventSink};
 
 /// Name under which Events are reported.
 pub const REPORTER: &str = "weightsync-controller";
-/// Events that wait: a controller that starts with hundreds of objects has something to tell of all of them at once.
+/// Queued Events: a controller that starts with hundreds of objects creates Events of all of them at once.
 const QUEUE: usize = 4096;
 /// Events that are published at once.
 const AT_ONCE: usize = 8;
-/// Longest note in bytes that the API server takes.
+/// Longest note in bytes that the API server accepts.
 const NOTE: usize = 1024;
 const DEADLINE: Duration = Duration::from_secs(5);
 
@@ -35,16 +35,16 @@ struct Reported {
     event: CoordinatorEvent,
 }
 
-/// Where Events go. Clones share the queue.
+/// The sender of Events. Clones share the queue.
 #[derive(Clone)]
 pub(super) struct Events {
     queue: Arc<Queue>,
-    /// Tells the publisher that the last clone is gone.
+    /// Notifies the publisher that the last clone is gone.
     _open: Arc<Open>,
     metrics: ControllerMetrics,
 }
 
-/// Events that wait, at most [`QUEUE`].
+/// Queued Events, at most [`QUEUE`].
 #[derive(Default)]
 struct Queue {
     waiting: Mutex<Waiting>,
@@ -67,7 +67,7 @@ impl Drop for Open {
 }
 
 impl Queue {
-    /// Adds an Event; false when the oldest one made room for it.
+    /// Adds an Event; false if the oldest one was dropped for it.
     fn push(&self, event: Reported) -> bool {
         let mut waiting = self.waiting.lock();
         let fits = waiting.events.len() < QUEUE;
@@ -79,7 +79,7 @@ impl Queue {
         fits
     }
 
-    /// The oldest Event; none once the queue is closed and empty.
+    /// The oldest Event; `None` once the queue is closed and empty.
     async fn next(&self) -> Option<Reported> {
         loop {
             let changed = self.changed.notified();
@@ -134,7 +134,7 @@ async fn publish(recorder: &Recorder, reported: Reported) -> bool {
     match timeout(DEADLINE, recorder.publish(&event, &regarding)).await {
         Ok(Ok(())) => return true,
         Ok(Err(error)) => tracing::warn!(%error, reason = event.reason, "an Event was lost"),
-        Err(_) => tracing::warn!(reason = event.reason, "an Event was lost: no answer in time"),
+        Err(_) => tracing::warn!(reason = event.reason, "an Event was lost: no response in time"),
     }
     false
 }
@@ -179,7 +179,7 @@ impl ObjectEvents {
 
 impl EventSink for ObjectEvents {
     fn publish(&self, event: CoordinatorEvent) {
-        // A member's head pod has the member's name after its pool; groups of pods have their own.
+        // The head pod's name is the part of the member's name after the pool; groups of pods have their own names.
         let pod = event.member.as_ref().and_then(|member| member.0.split_once('/')).map(|(_, rest)| rest.split(':').next().unwrap_or(rest));
         let pod = pod.map(|name| ObjectReference {
             api_version: Some("v1".to_owned()),

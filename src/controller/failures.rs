@@ -1,5 +1,5 @@
-//! Decides how long an object waits after a failed look: longer with each failure in a row, for this object alone. Must never keep an
-//! object that is gone.
+//! Decides how long an object waits after a failed reconcile: longer with each consecutive failure, for this object alone. Must never keep
+//! a deleted object.
 
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
@@ -13,12 +13,12 @@ const FIRST: Duration = Duration::from_millis(500);
 /// Longest wait.
 const LONGEST: Duration = Duration::from_secs(60);
 
-/// Failures in a row, by the object's UID. Holds no more objects than there are, once [`forget_gone`](Self::forget_gone) ran.
+/// Consecutive failures, by the object's UID. Holds only existing objects, once [`forget_gone`](Self::forget_gone) ran.
 #[derive(Default)]
 pub(super) struct Failures(Mutex<HashMap<String, Backoff>>);
 
 impl Failures {
-    /// Counts a failure of the object and says how long to wait.
+    /// Counts a failure of the object and returns how long to wait.
     pub(super) fn failed(&self, uid: &str) -> Duration {
         self.0.lock().entry(uid.to_owned()).or_insert_with(|| Backoff::new(FIRST, LONGEST)).failed()
     }
@@ -33,7 +33,7 @@ impl Failures {
         self.0.lock().retain(|uid, _| there.contains(uid));
     }
 
-    /// How many objects it keeps.
+    /// Number of objects it keeps.
     #[cfg(test)]
     pub(super) fn len(&self) -> usize {
         self.0.lock().len()

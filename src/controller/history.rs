@@ -1,5 +1,5 @@
-//! The last attempts to bring a version, of one object: what the web page draws, and what counts an attempt once. Bounded; nothing here is
-//! stored, a restarted controller begins again.
+//! The last update attempts of one object: for the web page, and to count each attempt once. Bounded; nothing is stored, so a restarted
+//! controller begins with an empty history.
 
 use std::collections::VecDeque;
 
@@ -7,9 +7,9 @@ use serde::Serialize;
 
 use weightsync_core::protocol::{InstallStep, UpdatePhase, UpdateView};
 
-/// Attempts that are kept of one object.
+/// Attempts that are kept for one object.
 pub(super) const KEPT: usize = 20;
-/// Phases of one attempt that are kept; more than there are.
+/// Phases that are kept for one attempt; more than exist.
 const PHASES: usize = 8;
 /// Longest text of a failure in bytes.
 const FAILURE: usize = 512;
@@ -20,7 +20,7 @@ pub(super) struct Attempt {
     version: u64,
     attempt: u32,
     epoch: u64,
-    /// Whether it brought a version to members that lacked it.
+    /// Whether it was a feeding of members that lacked the version.
     feeding: bool,
     /// `Begin`, `Transfer`, `Verify`, `Staged`, `Activate`, `Done` or `Failed`.
     phase: UpdatePhase,
@@ -66,7 +66,7 @@ impl Attempt {
 pub(super) struct History(VecDeque<Attempt>);
 
 impl History {
-    /// Takes in how an attempt stands at `now` (ms since 1970); true when it ended by that.
+    /// Records the state of an attempt at `now` (ms since 1970); true if it ended.
     pub(super) fn note(&mut self, update: &UpdateView, now: u64) -> bool {
         if let Some(known) = self.0.iter_mut().rev().find(|known| known.is(update)) {
             let was_over = known.is_over();

@@ -1,7 +1,7 @@
-//! Which changes of a status may wait for more, so that an update costs the API server two writes and not one for each of its steps.
+//! Decides which status changes may wait for further ones, so that an update costs the API server two writes instead of one for each step.
 //!
-//! Pure. Only what a running update moves may wait, and only for so long: a loss, a member that must not serve, a condition that people act on
-//! and the end of the update are informed at once.
+//! Pure. Only progress of a running update may wait, for a limited time. A loss, a member that must not serve, a condition that needs an
+//! action, and the end of the update are written at once.
 
 use std::time::Duration;
 
@@ -13,13 +13,13 @@ use weightsync_core::membership::MembershipView;
 /// The longest that a change waits.
 pub(super) const HOLD: Duration = Duration::from_secs(2);
 
-/// Whether `now` differs from what was written only by what the update that runs moves.
+/// Whether `now` differs from the written status only by progress of the running update.
 pub(super) fn may_wait(written: &WeightSyncStatus, now: &WeightSyncStatus, view: &MembershipView) -> bool {
     let runs = view.update.as_ref().is_some_and(|update| !update.phase.is_over());
     runs && settled(written) == settled(now)
 }
 
-/// What no update moves by itself.
+/// The parts of a status that an update does not change by itself.
 fn settled(status: &WeightSyncStatus) -> WeightSyncStatus {
     WeightSyncStatus {
         version: None,
@@ -32,7 +32,7 @@ fn settled(status: &WeightSyncStatus) -> WeightSyncStatus {
     }
 }
 
-/// Their texts count replicas; two of them say no more than that an update is under way.
+/// Their texts count replicas; two of them show only that an update runs.
 fn condition(condition: &Condition) -> Option<Condition> {
     let moved = [ConditionType::Progressing, ConditionType::Synced].iter().any(|kind| kind.as_str() == condition.type_);
     (!moved).then(|| Condition { reason: String::new(), message: String::new(), ..condition.clone() })

@@ -1,5 +1,5 @@
-//! Puts agents into running pods as ephemeral containers, where the object asks for it, and tells of pods that should have been wrapped.
-//! `ephemeral` decides; this carries out and tells.
+//! Adds agents to running pods as ephemeral containers, if the object requests that, and reports pods that should have been wrapped.
+//! `ephemeral` decides; this file acts and reports.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ use weightsync_coordinator::{CoordinatorEvent, EventSink, ProvenPod, SingleUseTo
 use weightsync_core::plan::Candidate;
 use weightsync_core::protocol::{MemberName, Reason, Role};
 
-/// What ephemeral agents are made of; the same for all objects, and from the chart only: an object cannot choose an image.
+/// Settings of ephemeral agents. They come from the chart and are the same for all objects: an object cannot choose an image.
 pub(super) struct Launcher {
     pub(super) image: String,
     pub(super) pull_policy: String,
@@ -31,19 +31,19 @@ pub(super) struct Launcher {
     pub(super) recent: Recent,
 }
 
-/// How long the cache of pods may lag before what it shows counts again.
+/// How long the pod cache may lag before it counts again.
 const LAG: Duration = Duration::from_secs(60);
 
-/// How many agents were added to a pod that the cache does not show yet. A container can be added once under its name, so a second try from a
-/// stale cache only fails.
+/// Agents that were added to a pod and are not in the cache yet. A container name can be added only once, so a second try from a stale
+/// cache fails without harm.
 #[derive(Default)]
 pub(super) struct Recent {
     launches: Mutex<HashMap<String, (usize, Instant)>>,
-    /// By the UID of a pod: the refusal that an Event informed of.
+    /// By pod UID: the refusal that an Event already reported.
     refusals: Mutex<HashMap<String, String>>,
 }
 
-/// Pods whose refusals are remembered; beyond that an Event may come again.
+/// Pods whose refusals are remembered; beyond that an Event may repeat.
 const REFUSALS: usize = 4096;
 
 impl Recent {
@@ -53,7 +53,7 @@ impl Recent {
         recent.insert(pod.uid().unwrap_or_default(), (launches(pod) + 1, Instant::now()));
     }
 
-    /// Whether no Event informed of this refusal yet.
+    /// Whether no Event reported this refusal yet.
     fn is_first_refusal(&self, pod: &Pod, message: &str) -> bool {
         let mut refusals = self.refusals.lock();
         if refusals.len() >= REFUSALS {
@@ -72,7 +72,7 @@ impl Recent {
 
 #[derive(Debug, Default)]
 pub(super) struct Launched {
-    /// Look again after this long.
+    /// Reconcile again after this time.
     pub(super) again: Option<Duration>,
     pub(super) problems: Vec<(Reason, String)>,
 }
@@ -92,7 +92,7 @@ impl Launcher {
         }
         match object.spec.agent.launch {
             Launch::Ephemeral => {}
-            // Admission did it, or no one can any more; the pod may take part by another way, so this is reported and nothing is refused.
+            // Only admission can wrap a pod. The pod may take part in another way, so this is reported and nothing is refused.
             Launch::Wrap => {
                 let heads = decided.members.0.iter().flat_map(|candidate| &candidate.pods);
                 let pods = heads.filter_map(|head| pods.iter().find(|pod| pod.uid().as_deref() == Some(&head.uid)));
@@ -128,7 +128,7 @@ impl Launcher {
                         continue;
                     }
                     let recipe = self.recipe(object, candidate, pod, &target, name);
-                    let message = format!("added {} next to container {target}", recipe.name);
+                    let message = format!("added {} for container {target}", recipe.name);
                     match writes.add_ephemeral(pod, &container(pod, recipe)).await {
                         Ok(()) => {
                             self.recent.note(pod);
@@ -163,7 +163,7 @@ impl Launcher {
     }
 }
 
-/// A refused patch is tried again after this long; the reconcile itself goes on.
+/// A refused patch is tried again after this time; the reconcile itself continues.
 const RETRY: Duration = Duration::from_secs(10);
 
 fn api_key<'a>(object: &'a WeightSync, member: &MemberName) -> Option<&'a SecretKey> {

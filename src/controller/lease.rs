@@ -1,10 +1,10 @@
-//! One leader at a time, by a `coordination.k8s.io` Lease. Decides who leads and since which term; never lets a leader believe in itself
-//! for longer than others have to wait.
+//! One leader at a time, by a `coordination.k8s.io` Lease. Decides which process leads, and its term. A leader's claim never lasts longer
+//! than other candidates have to wait.
 //!
-//! After the design of kubert's lease (`olix0r/kubert`, kubert/src/lease.rs): every write carries the `resourceVersion` that was read, every
-//! call ends within a time of its own, and what is handed out is a [`Claim`] with an expiry that its *user* checks. A flag that somebody has
-//! to turn off stays on when the API server stops answering. Time is the local monotonic clock: a foreign claim expires when it was not
-//! renewed for its duration *as seen from here*, so clocks of two nodes are never compared.
+//! After the design of kubert's lease (`olix0r/kubert`, kubert/src/lease.rs): every write carries the `resourceVersion` that was read,
+//! every call has its own deadline, and users get a [`Claim`] with an expiry that they check themselves. A flag that must be turned off
+//! would stay on when the API server stops responding. Time is the local monotonic clock: a foreign claim expires when it was not renewed
+//! for its duration *as seen from here*, so clocks of two nodes are never compared.
 
 #[cfg(test)]
 mod tests;
@@ -23,9 +23,9 @@ use tokio_util::sync::CancellationToken;
 #[derive(Debug, Clone)]
 pub struct LeaseConfig {
     pub name: String,
-    /// Who we are: the pod's name. Two processes must never run under one name at once.
+    /// Identity of this process: the pod's name. Two processes must never run under one name at once.
     pub holder: String,
-    /// A claim that was not renewed for this long is over.
+    /// A claim ends if it is not renewed for this time.
     pub duration: Duration,
     /// A held lease is renewed this often; a free one is tried this often.
     pub period: Duration,
@@ -34,25 +34,25 @@ pub struct LeaseConfig {
 }
 
 impl LeaseConfig {
-    /// 15 s, renewed every 3 s, calls of at most 5 s: an API server that needs 5 s for an answer ends no leadership.
+    /// 15 s, renewed every 3 s, calls of at most 5 s: an API server that needs 5 s for a response ends no leadership.
     pub fn new(name: impl Into<String>, holder: impl Into<String>) -> Self {
         let seconds = Duration::from_secs;
         Self { name: name.into(), holder: holder.into(), duration: seconds(15), period: seconds(3), call: seconds(5) }
     }
 }
 
-/// That somebody leads, until when, and in which term.
+/// The leadership of one process: holder, expiry and term.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Claim {
     pub holder: String,
-    /// Until when, if it is not renewed.
+    /// Expiry, if it is not renewed.
     pub expiry: Instant,
     /// Transitions of the lease: every new leader has a higher one than each leader before it.
     pub term: u64,
 }
 
 impl Claim {
-    /// Whether `holder` leads now. To be asked right before anything is done that only a leader may do.
+    /// Whether `holder` leads now. Check it immediately before each action that only a leader may take.
     pub fn is_current_for(&self, holder: &str) -> bool {
         self.holder == holder && Instant::now() < self.expiry
     }
@@ -64,7 +64,7 @@ pub enum LeaseLost {
     NotRenewed(String),
     #[error("{holder} took the lease (term {term})")]
     Taken { holder: String, term: u64 },
-    #[error("asked to stop")]
+    #[error("stopped by a signal")]
     Stopped,
 }
 
@@ -76,13 +76,13 @@ pub struct Leadership {
 }
 
 impl Leadership {
-    /// The term in which this process leads now; none when it does not.
+    /// The term in which this process leads now; `None` if it does not.
     pub fn term(&self) -> Option<u64> {
         let claim = self.claim.borrow();
         claim.as_ref().filter(|claim| claim.is_current_for(&self.holder)).map(|claim| claim.term)
     }
 
-    /// Waits until this process leads, and says in which term; none when the lease's task ended.
+    /// Waits until this process leads, and returns its term; `None` if the lease's task ended.
     pub async fn acquired(&mut self) -> Option<u64> {
         loop {
             if let Some(term) = self.term() {
@@ -109,14 +109,14 @@ impl Leadership {
 /// The highest term that a Lease can store.
 const TERMS: u64 = (1 << 31) - 1;
 
-/// Takes the lease, keeps it, and gives it back.
+/// Takes the lease, keeps it, and releases it.
 pub struct LeaseManager {
     api: Api<Lease>,
     config: LeaseConfig,
     claim: watch::Sender<Option<Claim>>,
     /// The Lease as last read or written, and when its last change was seen.
     seen: Option<(Lease, Instant)>,
-    /// When a renewal was sent whose answer did not come.
+    /// When a renewal without a response was sent.
     unanswered: Option<Instant>,
     renew_failures: Box<dyn Fn() + Send + Sync>,
     floor: Box<dyn Fn() -> Option<u64> + Send + Sync>,
@@ -142,8 +142,8 @@ impl LeaseManager {
         }
     }
 
-    /// Asks `highest` for the highest term that an earlier leader is known to have had, whenever the lease is taken. The new term is above it,
-    /// also where the Lease was deleted, belongs to another release, or was made again.
+    /// Whenever the lease is taken, `highest` returns the highest known term of an earlier leader. The new term is above it, even if the
+    /// Lease was deleted, belongs to another release, or was recreated.
     #[must_use]
     pub fn above(mut self, highest: impl Fn() -> Option<u64> + Send + Sync + 'static) -> Self {
         self.floor = Box::new(highest);
@@ -157,7 +157,7 @@ impl LeaseManager {
         self
     }
 
-    /// How the lease's users learn who leads.
+    /// The claim for users of the lease.
     pub fn leadership(&self) -> Leadership {
         Leadership { holder: self.config.holder.clone(), claim: self.claim.subscribe() }
     }
@@ -178,7 +178,7 @@ impl LeaseManager {
             match self.try_acquire().await {
                 Ok(Some(term)) => break term,
                 Ok(None) => {}
-                Err(cause) => tracing::warn!(lease = %self.config.name, cause, "the lease cannot be tried"),
+                Err(cause) => tracing::warn!(lease = %self.config.name, cause, "the lease cannot be acquired"),
             }
             sleep(self.config.period).await;
         };
@@ -189,7 +189,7 @@ impl LeaseManager {
             let pause = if failure.is_empty() { self.config.period } else { self.config.period / 5 };
             sleep_until((Instant::now() + pause).min(expiry)).await;
             if Instant::now() >= expiry {
-                // Without a failed call this process itself did not run for that long.
+                // Without a failed call, this process itself was stopped for that time.
                 return LeaseLost::NotRenewed(if failure.is_empty() { "this process stood still".into() } else { failure });
             }
             match self.renew(term).await {
@@ -204,7 +204,7 @@ impl LeaseManager {
         }
     }
 
-    /// Gives the lease back, so that the next leader does not wait for its end. Call it when nothing is done as a leader any more.
+    /// Releases the lease, so that the next leader need not wait for its expiry. Call it after the last action as a leader.
     pub async fn release(&mut self) {
         let held = self.claim.send_replace(None);
         let Some((lease, _)) = self.seen.take() else { return };
@@ -219,7 +219,7 @@ impl LeaseManager {
         tracing::info!(lease = %self.config.name, given_back, "leading no more");
     }
 
-    /// Reads the lease, and takes it if it is free, over, or was held by an earlier life of this very pod.
+    /// Reads the lease, and takes it if it is free, expired, or was held by an earlier process of this pod.
     async fn try_acquire(&mut self) -> Result<Option<u64>, String> {
         let before = Instant::now();
         let lease = match self.read().await {
@@ -247,7 +247,7 @@ impl LeaseManager {
             self.claim.send_replace(Some(Claim { holder, expiry: since + duration, term: term_of(&lease) }));
             return Ok(None);
         }
-        // Also when the name is ours: an earlier process of this pod may have begun things in its term.
+        // Also under our own name: an earlier process of this pod may have started actions in its term.
         let mut taken = lease;
         taken.spec = Some(self.spec(self.next_term(Some(term_of(&taken))), now()));
         let before = Instant::now();
@@ -265,7 +265,7 @@ impl LeaseManager {
             Err(CallFailed::Other(cause)) => return Err(cause),
             Err(CallFailed::Conflict | CallFailed::NotFound) => {}
         }
-        // Somebody wrote since: ourselves (a write whose answer did not come), or another leader.
+        // Written since: by this process (a write without a response), or by another leader.
         let lease = match self.read().await {
             Ok(lease) => lease,
             Err(CallFailed::NotFound) => return Ok(Some(LeaseLost::Taken { holder: "nobody".into(), term: 0 })),
@@ -275,22 +275,22 @@ impl LeaseManager {
         let holder = lease.spec.as_ref().and_then(|spec| spec.holder_identity.clone()).unwrap_or_default();
         if holder == self.config.holder && term_of(&lease) == term {
             match self.unanswered.take() {
-                // It was carried out after all, and counts from when it was sent.
+                // The earlier write succeeded, and counts from when it was sent.
                 Some(sent) => _ = self.claimed(lease.clone(), sent),
                 None => _ = self.see(&lease),
             }
-            // That may be long ago: this renewal is still to be made.
+            // That may be long ago: renew again.
             return match self.write_renewal(lease).await {
                 Ok(()) => Ok(None),
                 Err(CallFailed::Other(cause)) => Err(cause),
-                Err(CallFailed::Conflict | CallFailed::NotFound) => Err("written by another call of ours".into()),
+                Err(CallFailed::Conflict | CallFailed::NotFound) => Err("written by another call of this process".into()),
             };
         }
         Ok(Some(LeaseLost::Taken { holder, term: term_of(&lease) }))
     }
 
-    /// Renews `lease` as it was read or written last, and notes since when the claim may hold: of several calls without an answer any one may have been carried out, so
-    /// that only the first counts.
+    /// Renews `lease` as it was last read or written, and records since when the claim may hold. Of several calls without a response any
+    /// one may have succeeded, so only the first counts.
     async fn write_renewal(&mut self, mut lease: Lease) -> Result<(), CallFailed> {
         if let Some(spec) = &mut lease.spec {
             spec.renew_time = Some(MicroTime(now()));
@@ -310,9 +310,9 @@ impl LeaseManager {
         }
     }
 
-    /// A term above that of the Lease and above every other that is known; 0 where there is none.
+    /// A term above that of the Lease and above every other known one; 0 if there is none.
     fn next_term(&self, of_lease: Option<u64>) -> u64 {
-        // The Lease stores 31 bits: a number that no controller wrote must not use them up.
+        // The Lease stores 31 bits: an invalid number must not use them up.
         let known = (self.floor)().filter(|term| *term < TERMS / 2);
         of_lease.into_iter().chain(known).max().map_or(0, |term| term.saturating_add(1).min(TERMS))
     }
@@ -328,7 +328,7 @@ impl LeaseManager {
         }
     }
 
-    /// Notes a written claim. It counts from *before* the call, because others may have seen it since then.
+    /// Records a written claim. It counts from *before* the call, because others may have seen it since then.
     fn claimed(&mut self, lease: Lease, before: Instant) -> u64 {
         let term = term_of(&lease);
         self.seen = Some((lease, before));
@@ -336,7 +336,7 @@ impl LeaseManager {
         term
     }
 
-    /// Since when the lease has been as it is, as seen from here.
+    /// Since when the lease is unchanged, as seen by this process.
     fn see(&mut self, lease: &Lease) -> Instant {
         let version = &lease.metadata.resource_version;
         let since = match &self.seen {
@@ -355,7 +355,7 @@ impl LeaseManager {
         self.call(self.api.create(&PostParams::default(), lease)).await
     }
 
-    /// Replaces the Lease if no one wrote since it was read: `lease` carries its `resourceVersion`.
+    /// Replaces the Lease if it was not written since it was read: `lease` carries its `resourceVersion`.
     async fn write(&self, lease: &Lease) -> Result<Lease, CallFailed> {
         self.call(self.api.replace(&self.config.name, &PostParams::default(), lease)).await
     }
@@ -366,7 +366,7 @@ impl LeaseManager {
             Ok(Err(kube::Error::Api(status))) if status.is_conflict() || status.is_already_exists() => Err(CallFailed::Conflict),
             Ok(Err(kube::Error::Api(status))) if status.is_not_found() => Err(CallFailed::NotFound),
             Ok(Err(error)) => Err(CallFailed::Other(error.to_string())),
-            Err(_) => Err(CallFailed::Other(format!("no answer within {:?}", self.config.call))),
+            Err(_) => Err(CallFailed::Other(format!("no response within {:?}", self.config.call))),
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Numbers of the controller. Label values are closed sets: outcomes, reasons, verbs, status codes, kinds, phases, transports.
+//! Metrics of the controller. Label values are closed sets: outcomes, reasons, methods, status codes, kinds, phases, transports.
 
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
@@ -9,53 +9,53 @@ use prometheus_client::metrics::histogram::Histogram;
 use weightsync_core::protocol::{Reason, TransportChoice, UpdatePhase, UpdateView};
 use weightsync_net::metrics::{Definition, Metrics, times};
 
-const RECONCILES: Definition = Definition::counter("reconcile", "Looks at objects").by(&[("outcome", "`success` or `error`")]);
-const RECONCILE_DURATION: Definition = Definition::times("reconcile_duration", "Time of a look at an object");
-const RECONCILE_ERRORS: Definition = Definition::counter("reconcile_errors", "Looks that failed")
+const RECONCILES: Definition = Definition::counter("reconcile", "Reconciles of objects").by(&[("outcome", "`success` or `error`")]);
+const RECONCILE_DURATION: Definition = Definition::times("reconcile_duration", "Time of one reconcile of an object");
+const RECONCILE_ERRORS: Definition = Definition::counter("reconcile_errors", "Reconciles that failed")
     .by(&[("reason", "`conflict`, `refused` by the API server, `unreachable`")]);
-const IN_FLIGHT: Definition = Definition::gauge("reconciles_in_flight", "Looks that are under way");
+const IN_FLIGHT: Definition = Definition::gauge("reconciles_in_flight", "Reconciles that run now");
 const LEADER: Definition = Definition::gauge("leader", "1 while this controller leads");
 const LEASE_FAILURES: Definition = Definition::counter("lease_renew_failures", "Renewals of the lease that failed");
-const WATCH_EVENTS: Definition = Definition::counter("watch_events", "Events of watches")
+const WATCH_EVENTS: Definition = Definition::counter("watch_events", "Events received from watches")
     .by(&[("kind", "`WeightSync` or `Pod`"), ("op", "`apply`, `delete`, `init`, `list`, `listed`")]);
-const WATCH_ERRORS: Definition = Definition::counter("watch_errors", "Watches that broke")
+const WATCH_ERRORS: Definition = Definition::counter("watch_errors", "Errors of watches")
     .by(&[("kind", "`WeightSync` or `Pod`"), ("error", "`list`, `start`, `status` sent by the API server, `stream`, `version` missing")]);
-const CACHED: Definition =
-    Definition::gauge("cache_objects", "Objects that are known from watches").by(&[("kind", "`WeightSync` or `Pod`")]);
-const REQUESTS: Definition = Definition::counter("api_requests", "Requests to the API server, watches and leases among them").by(&[
+const CACHED: Definition = Definition::gauge("cache_objects", "Objects in the watch caches").by(&[("kind", "`WeightSync` or `Pod`")]);
+const REQUESTS: Definition = Definition::counter("api_requests", "Requests to the API server, including watches and leases").by(&[
     ("method", "`get`, `watch`, `post`, `put`, `patch`, `delete`"),
-    ("code", "HTTP status; `error` without an answer, `timeout` when no one waited for it any more"),
+    ("code", "HTTP status; `error` without a response, `timeout` if the caller gave up"),
 ]);
-const REQUEST_DURATION: Definition = Definition::times("api_duration", "Time until the API server answered, retries included")
+const REQUEST_DURATION: Definition = Definition::times("api_duration", "Time until the API server responded, including retries")
     .by(&[("method", "`get`, `watch`, `post`, `put`, `patch`, `delete`")]);
 const SYNC_DURATION: Definition = Definition::times("sync_duration", "Time of each phase of updates that reached minReady")
     .by(&[("phase", "`begin`, `transfer`, `verify`, `activate`")]);
-const SYNC_BYTES: Definition = Definition::bytes("sync", "Bytes of versions that reached minReady, once an update")
+const SYNC_BYTES: Definition = Definition::bytes("sync", "Bytes of versions that reached minReady, counted once for each update")
     .by(&[("transport", "as `status.transport.name`: `tcp` or `nccl`")]);
-const UPDATES: Definition = Definition::counter("updates", "Attempts to bring a version that ended")
-    .by(&[("kind", "`publish`, or `feed` for members that lacked the version"), ("outcome", "`done` or `failed`")]);
-const EVENTS: Definition = Definition::counter("events", "Events informed about objects")
-    .by(&[("reason", "a word of the [closed list](reference/api.md#reasons)"), ("type", "`Normal` or `Warning`")]);
-const EVENTS_LOST: Definition = Definition::counter("events_lost", "Events that could not be informed");
+const UPDATES: Definition = Definition::counter("updates", "Update attempts that ended")
+    .by(&[("kind", "`publish`, or `feed` for members that lacked the current version"), ("outcome", "`done` or `failed`")]);
+const EVENTS: Definition = Definition::counter("events", "Events published about objects")
+    .by(&[("reason", "a reason of the [closed list](reference/api.md#reasons)"), ("type", "`Normal` or `Warning`")]);
+const EVENTS_LOST: Definition = Definition::counter("events_lost", "Events that could not be published");
 
-/// One replica's standing and why; filled by [`census`](super::census).
-pub(super) const REPLICAS: Definition = Definition::gauge("replicas", "Replicas of all objects by where they stand, and why").by(&[
+/// State and reason of replicas; filled by [`census`](super::census).
+pub(super) const REPLICAS: Definition = Definition::gauge("replicas", "Replicas of all objects by state and reason").by(&[
     ("state", "`ready`, `updating`, `behind`, `dirty`, `unknown`, `forming`, `waiting`, `out`"),
-    ("reason", "a word of the [closed list](reference/api.md#reasons)"),
+    ("reason", "a reason of the [closed list](reference/api.md#reasons)"),
 ]);
 pub(super) const PLAN_DEPTH: Definition =
-    Definition::gauge("plan_depth", "Members of the longest chain of all groups over TCP: how often a bucket is passed on");
-pub(super) const OBJECT: Definition = Definition::gauge("object_info", "1 for each object: its conditions as status shows them").by(&[
-    ("object_namespace", "its namespace"),
-    ("object", "its name"),
-    ("ready", "`True` or `False`"),
-    ("reason", "why it is ready or not, a word of the [closed list](reference/api.md#reasons)"),
-    ("degraded", "`True` or `False`"),
-    ("suspended", "`true` or `false`"),
-    ("transport", "as `status.transport.name`, or `none`"),
-]);
+    Definition::gauge("plan_depth", "Members of the longest chain of all groups over TCP: how often a bucket is forwarded");
+pub(super) const OBJECT: Definition = Definition::gauge("object_info", "1 for each object; the labels have its conditions as in status")
+    .by(&[
+        ("object_namespace", "its namespace"),
+        ("object", "its name"),
+        ("ready", "`True` or `False`"),
+        ("reason", "reason of the condition Ready, of the [closed list](reference/api.md#reasons)"),
+        ("degraded", "`True` or `False`"),
+        ("suspended", "`true` or `false`"),
+        ("transport", "as `status.transport.name`, or `none`"),
+    ]);
 
-/// Everything that a controller exposes of its own.
+/// All metrics of a controller.
 pub const DEFINITIONS: &[Definition] = &[
     RECONCILES,
     RECONCILE_DURATION,
@@ -202,7 +202,7 @@ impl ControllerMetrics {
     }
 }
 
-/// Phases come from agents as text: what is not of the list makes no series, and no span.
+/// Phases come from agents as text: unknown ones make no series and no span.
 pub(super) fn phase_word(phase: &str) -> Option<&'static str> {
     ["begin", "transfer", "verify", "activate"].into_iter().find(|known| *known == phase)
 }

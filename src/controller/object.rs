@@ -1,7 +1,7 @@
-//! One `WeightSync` as a watch brings it: readable, or as much as is known of one that is not.
+//! One `WeightSync` from a watch: parsed, or the known parts of one that cannot be parsed.
 //!
-//! It never fails for what a person or another release wrote: one object that cannot be read must not stop the watch of all others, and must
-//! not lose the status that it had.
+//! It never fails for the content of an object: one that cannot be parsed must not stop the watch of all others, and must not lose its
+//! status.
 
 use std::borrow::Cow;
 
@@ -13,13 +13,13 @@ use serde_json::{Map, Value};
 
 use crate::api::WeightSync;
 
-/// What is known of an object that cannot be read.
+/// The known parts of an object that cannot be parsed.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Unreadable {
     pub(super) metadata: ObjectMeta,
-    /// Why, for a person.
+    /// The cause in words.
     pub(super) error: String,
-    /// Its status as stored: what is written back keeps all of it.
+    /// Its status as stored: a write keeps all of it.
     pub(super) status: Map<String, Value>,
 }
 
@@ -49,7 +49,7 @@ impl<'de> Deserialize<'de> for Object {
     }
 }
 
-/// Watches read objects only; this is what kube's bounds ask for.
+/// Required by kube's trait bounds; watches only read objects.
 impl Serialize for Object {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         match &self.0 {

@@ -1,5 +1,5 @@
-//! One coordinator an object, for as long as the object is there. Decides when a coordinator starts, starts again, and ends; what it does
-//! in between is membership's word.
+//! One coordinator for each object, while the object exists. Decides when a coordinator starts, restarts, and ends; membership decides what
+//! it does.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -42,9 +42,9 @@ use weightsync_net::https::AgentClient;
 
 /// A change of the view is reported at most this often, so that progress of an update does not write status ten times a second.
 const THROTTLE: Duration = Duration::from_millis(250);
-/// What belongs together comes within this long: an update's end is said by its leader and by each of its members.
+/// Related changes arrive within this time: the leader and each member report an update's end.
 const GATHER: Duration = Duration::from_millis(50);
-/// How long agents of a deleted object are asked to release before they are left to find out by themselves.
+/// How long agents of a deleted object are asked to release; after that they detect the deletion by themselves.
 const RELEASE: Duration = Duration::from_secs(5);
 
 pub(super) struct World {
@@ -70,9 +70,9 @@ struct Entry {
     triggers: Triggers,
     handle: CoordinatorHandle,
     seen_epoch: Arc<AtomicU64>,
-    /// The status as it was last written, to write only what differs.
+    /// The status as it was last written, to write only changes.
     written: Option<Written>,
-    /// Since when a change of it waits for more.
+    /// Since when a change of it waits for further ones.
     held_since: Option<Instant>,
     history: Arc<Mutex<History>>,
     restarts: Backoff,
@@ -83,7 +83,7 @@ struct Entry {
     _record: AbortOnDropHandle<()>,
 }
 
-/// What outlives a coordinator of an object.
+/// State that outlives a coordinator of an object.
 struct Kept {
     restarts: Backoff,
     history: Arc<Mutex<History>>,
@@ -94,7 +94,7 @@ struct Kept {
 #[derive(Clone)]
 pub(super) struct Written {
     pub(super) status: WeightSyncStatus,
-    /// The object's resourceVersion by that.
+    /// The object's resourceVersion after that write.
     pub(super) at: Option<String>,
 }
 
@@ -102,7 +102,7 @@ impl Written {
     /// Whether a cached object is older than this write.
     pub(super) fn is_newer_than(&self, cached: &WeightSync) -> bool {
         let number = |version: Option<&String>| version.and_then(|version| version.parse::<u64>().ok());
-        // Versions of one resource grow; where they are no numbers, the write counts.
+        // Versions of one resource grow; if they are not numbers, the write counts.
         match (number(self.at.as_ref()), number(cached.metadata.resource_version.as_ref())) {
             (Some(written), Some(cached)) => cached < written,
             _ => true,
@@ -115,7 +115,7 @@ pub(super) struct Seen {
     pub(super) namespace: String,
     pub(super) name: String,
     pub(super) suspended: bool,
-    /// As it was last written by this controller; else as it was found.
+    /// As this controller last wrote it; else as it was read.
     pub(super) status: Option<WeightSyncStatus>,
     pub(super) view: MembershipView,
     /// The last updates, the latest first.
@@ -135,7 +135,7 @@ impl Objects {
         self.world.events.of(reference(object))
     }
 
-    /// Has the object's coordinator want what was decided, starting it if need be; says how the group stands.
+    /// Passes the decision to the object's coordinator, which it starts if necessary; returns the state of the group.
     pub(super) fn follow(&self, object: &Arc<WeightSync>, decided: &Decided, term: u64, scope: &Scope) -> MembershipView {
         let uid = object.uid().unwrap_or_default();
         let invalid = matches!(decided.refused, Some((Reason::InvalidSpec, _)));
@@ -148,7 +148,7 @@ impl Objects {
                 entry.stepped_down = None;
                 entry.restarts.succeeded();
             }
-            // A working group is not dissolved by an edit that makes no sense.
+            // An invalid edit does not dissolve a working group.
             if !invalid {
                 self.world.directory.claim(&uid, decided.claims.clone(), Addresses::Known(decided.addresses.clone()));
                 entry.handle.want(wanted(decided));
@@ -172,7 +172,7 @@ impl Objects {
             earlier.as_ref().map_or_else(|| Backoff::new(Duration::from_secs(1), Duration::from_secs(60)), |entry| entry.restarts.clone());
         if let Some(mut entry) = earlier {
             entry.stepped_down = stepped_down.clone().or(entry.stepped_down);
-            // If another controller leads, this one ends soon; otherwise start again, but not in a loop.
+            // If another controller leads, this process ends soon. Otherwise start again, but not in a tight loop.
             let at = *entry.restart_at.get_or_insert_with(|| Instant::now() + restarts.failed());
             entry.restarts = restarts.clone();
             if Instant::now() < at {
@@ -232,14 +232,14 @@ impl Objects {
         }
     }
 
-    /// Holds the agents of an object that no coordinator follows: it cannot be read, or makes no sense.
+    /// Holds the agents of an object without a coordinator: its spec cannot be parsed, or is invalid.
     fn hold_agents(&self, object: &ObjectMeta, held: Held, why: &str) {
         let (namespace, name) = (object.namespace.as_deref().unwrap_or_default(), object.name.as_deref().unwrap_or_default());
-        let why = format!("WeightSync {namespace}/{name} cannot be followed: {why}");
+        let why = format!("WeightSync {namespace}/{name} cannot be reconciled: {why}");
         self.world.directory.hold(object.uid.as_deref().unwrap_or_default(), held, why);
     }
 
-    /// Holds the agents of an object that cannot be read, unless a coordinator follows it as it was read last.
+    /// Holds the agents of an object that cannot be parsed, unless a coordinator still runs with its last valid spec.
     pub(super) fn hold_unreadable(&self, object: &Unreadable) {
         if !self.runs(object.metadata.uid.as_deref().unwrap_or_default()) {
             let namespace = object.metadata.namespace.clone().unwrap_or_default();
@@ -247,7 +247,7 @@ impl Objects {
         }
     }
 
-    /// Whether a coordinator follows the object.
+    /// Whether the object has a coordinator.
     pub(super) fn runs(&self, uid: &str) -> bool {
         self.entries.lock().get(uid).is_some_and(|entry| entry.handle.is_running())
     }
@@ -259,19 +259,19 @@ impl Objects {
         entry.handle.stepped_down().map(str::to_owned).or_else(|| entry.stepped_down.clone())
     }
 
-    /// Whether the object's word on a pod counts: no older object claims it.
+    /// Whether the object may decide about a pod: no older object claims it.
     pub(super) fn claims(&self, uid: &str, pod: &Pod) -> bool {
         pod.uid().and_then(|pod| self.world.directory.claimant(&pod)).as_deref() == Some(uid)
     }
 
-    /// Says by an Event that a pod's single-use token was shown with two keys.
+    /// Reports by an Event that a pod's single-use token was used with two keys.
     pub(super) fn token_stolen(&self, pod: &ProvenPod) {
-        tracing::warn!(namespace = pod.namespace, pod = pod.pod, pod_uid = pod.pod_uid, "a single-use token was shown with two keys");
+        tracing::warn!(namespace = pod.namespace, pod = pod.pod, pod_uid = pod.pod_uid, "a single-use token was used with two keys");
         let Some(uid) = self.world.directory.claimant(&pod.pod_uid) else { return };
         let object = self.entries.lock().get(&uid).map(|entry| entry.object.clone());
         let Some(object) = object else { return };
         let message = format!(
-            "the single-use token of an agent in pod {} was shown with two keys: both are refused, and the pod gets a new agent; look who may \
+            "the single-use token of an agent in pod {} was used with two keys: both are refused, and the pod gets a new agent; check who may \
              read pods there, and what runs in it",
             pod.pod
         );
@@ -290,7 +290,7 @@ impl Objects {
         self.entries.lock().get(uid).and_then(|entry| entry.written.clone())
     }
 
-    /// How long a change of the object's status may wait still; none when it waited long enough.
+    /// How much longer a change of the object's status may wait; `None` if it waited long enough.
     pub(super) fn hold(&self, uid: &str) -> Option<Duration> {
         let mut entries = self.entries.lock();
         let since = *entries.get_mut(uid)?.held_since.get_or_insert_with(Instant::now);
@@ -311,7 +311,7 @@ impl Objects {
         }
     }
 
-    /// All objects that are followed, by namespace and name.
+    /// All objects with a coordinator, by namespace and name.
     pub(super) fn seen(&self) -> Vec<Seen> {
         let seen = |entry: &Entry| Seen {
             namespace: entry.object.namespace().unwrap_or_default(),
@@ -326,9 +326,9 @@ impl Objects {
         all
     }
 
-    /// Ends what belongs to objects that are not there any more, also those whose deletion no watch informed of.
+    /// Ends the coordinators of objects that are gone, also of those whose deletion no watch reported.
     ///
-    /// `there` holds the UIDs of all objects that the watches know.
+    /// `there` holds the UIDs of all objects in the watch caches.
     pub(super) fn sweep(self: &Arc<Self>, there: &HashSet<String>, scopes: &[Scope]) {
         let gone: Vec<Entry> = {
             let mut entries = self.entries.lock();
@@ -343,8 +343,7 @@ impl Objects {
         }
     }
 
-    /// Leaves every pod of a deleted object serving. Nothing waits for this: an agent that was not reached finds out at its next
-    /// announcement.
+    /// Leaves every pod of a deleted object serving. Nothing waits for this: an unreachable agent is informed at its next announcement.
     async fn release(&self, entry: Entry, pods: Vec<Arc<Pod>>) {
         let object = entry.object.clone();
         let (namespace, uid) = (object.namespace().unwrap_or_default(), object.uid().unwrap_or_default());
@@ -353,18 +352,22 @@ impl Objects {
         let mut view = entry.handle.view.clone();
         let released = timeout(RELEASE, view.wait_for(|view| view.released)).await.is_ok_and(|seen| seen.is_ok());
         if !released {
-            tracing::info!(namespace, name = object.name_any(), "not all agents confirmed; they find out by themselves");
+            tracing::info!(
+                namespace,
+                name = object.name_any(),
+                "not all agents confirmed; the others are informed at their next announcement"
+            );
         }
         self.world.directory.remove(&uid);
         let writes = Pods::new(self.world.client.clone(), self.world.calls, &namespace);
-        let verdict = Verdict::serve(Reason::Released, "the WeightSync was deleted: the pod serves what it has");
+        let verdict = Verdict::serve(Reason::Released, "the WeightSync was deleted: the pod serves its current weights");
         let others = |pod: &Pod| pod.uid().and_then(|pod| self.world.directory.claimant(&pod)).is_some();
         for pod in pods.iter().filter(|pod| is_gated(pod) && target_container(&object, pod).is_some() && !others(pod)) {
             if let Err(error) = writes.set_readiness(pod, &verdict).await {
                 tracing::warn!(%error, "a pod of a deleted WeightSync may stay unready");
             }
         }
-        // An object of the same name may wait for its turn.
+        // An object of the same name may be waiting.
         entry.triggers.push(ObjectRef::<Object>::new(&object.name_any()).within(&namespace));
     }
 
@@ -405,7 +408,7 @@ fn wanted(decided: &Decided) -> Wanted {
     Wanted { config: decided.config.clone(), members: Some(decided.members.clone()), suspend: decided.suspend, delete: false }
 }
 
-/// What is known from before: status, or what an earlier coordinator of this process saw.
+/// State from before: from status, or from an earlier coordinator of this process.
 fn restored(object: &WeightSync, term: u64, earlier: Option<&Entry>) -> Restored {
     let unsigned = |number: Option<i64>| number.and_then(|number| u64::try_from(number).ok());
     let status = object.status.as_ref();

@@ -1,4 +1,4 @@
-//! Writes to pods. Every patch carries the pod's UID: a successor under the same name must inherit nothing (without it, one did).
+//! Writes to pods. Every patch carries the pod's UID, so that a new pod of the same name is never patched by mistake.
 
 use k8s_openapi::api::core::v1::{EphemeralContainer, Pod};
 use k8s_openapi::jiff::Timestamp;
@@ -9,7 +9,7 @@ use serde_json::json;
 use super::calls::{ApiError, Calls};
 use super::readiness::{GATE, Verdict};
 
-/// Manager of our condition on pods; the kubelet's own conditions stay untouched by an apply under this name.
+/// Field manager of WeightSync's condition on pods; an apply under this name does not touch the kubelet's conditions.
 const MANAGER: &str = "weightsync-readiness";
 
 pub(super) struct Pods {
@@ -22,7 +22,7 @@ impl Pods {
         Self { api: Api::namespaced(client, namespace), calls }
     }
 
-    /// Sets our condition. A pod that is gone meanwhile is no error.
+    /// Sets the readiness condition. A pod that was deleted meanwhile is no error.
     pub(super) async fn set_readiness(&self, pod: &Pod, verdict: &Verdict) -> Result<(), ApiError> {
         let (name, status) = (pod.name_any(), if verdict.ready { "True" } else { "False" });
         let patch = json!({
@@ -42,7 +42,7 @@ impl Pods {
         forgive_gone(self.calls.run(what, self.api.patch_status(&name, &params, &Patch::Apply(patch))).await.map(drop))
     }
 
-    /// Deletes a pod of this very UID. A pod that is gone meanwhile is no error.
+    /// Deletes the pod with this UID. A pod that was deleted meanwhile is no error.
     pub(super) async fn delete(&self, pod: &Pod) -> Result<(), ApiError> {
         let name = pod.name_any();
         let params =
@@ -51,10 +51,10 @@ impl Pods {
         forgive_gone(deleted.map(drop))
     }
 
-    /// Adds an ephemeral container. A pod that is gone meanwhile is no error.
+    /// Adds an ephemeral container. A pod that was deleted meanwhile is no error.
     pub(super) async fn add_ephemeral(&self, pod: &Pod, container: &EphemeralContainer) -> Result<(), ApiError> {
         let name = pod.name_any();
-        // Strategic: an apply would have to repeat all entries that are there.
+        // Strategic merge: an apply would have to repeat all existing entries.
         let patch = json!({"metadata": {"uid": pod.uid()}, "spec": {"ephemeralContainers": [container]}});
         let what = format!("add {} to pod {name}", container.name);
         let (params, patch) = (PatchParams::default(), Patch::Strategic(patch));
@@ -65,7 +65,7 @@ impl Pods {
 fn forgive_gone(outcome: Result<(), ApiError>) -> Result<(), ApiError> {
     match outcome {
         Err(error) if error.is_gone() => {
-            tracing::debug!(%error, "the pod is gone meanwhile");
+            tracing::debug!(%error, "the pod was deleted meanwhile");
             Ok(())
         }
         outcome => outcome,

@@ -1,6 +1,6 @@
-//! Which pods may serve, for pods that declare the readiness gate [`GATE`] (ephemeral agents cannot have a probe of their own).
+//! Which pods may serve, for pods that declare the readiness gate [`GATE`] (ephemeral agents cannot have a probe).
 //!
-//! Pure: decides what the condition should say; never touches a pod without the gate, and says nothing while it does not know.
+//! Pure: decides the condition's status. Never touches a pod without the gate, and makes no decision while facts are missing.
 
 use std::collections::BTreeMap;
 
@@ -16,7 +16,7 @@ use weightsync_core::protocol::Reason;
 /// The readiness gate, and the type of the condition that opens it.
 pub(super) const GATE: &str = "weightsync.dev/ready";
 
-/// What a pod's condition should say.
+/// The desired condition of a pod.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Verdict {
     pub(super) ready: bool,
@@ -30,19 +30,19 @@ impl Verdict {
     }
 }
 
-/// Whether the pod waits for our condition.
+/// Whether the pod declares the gate.
 pub(super) fn is_gated(pod: &Pod) -> bool {
     let gates = pod.spec.as_ref().and_then(|spec| spec.readiness_gates.as_ref());
     gates.into_iter().flatten().any(|gate| gate.condition_type == GATE)
 }
 
-/// What the pod's condition says now.
+/// The pod's present condition.
 pub(super) fn present(pod: &Pod) -> Option<bool> {
     let conditions = pod.status.as_ref()?.conditions.as_ref()?;
     conditions.iter().find(|condition| condition.type_ == GATE).map(|condition| condition.status == "True")
 }
 
-/// What the conditions of the object's gated pods should say; pods about which nothing is known are left out.
+/// The desired conditions of the object's gated pods; pods without known facts are left out.
 pub(super) fn verdicts(object: &WeightSync, view: &MembershipView, pods: &[&Pod]) -> BTreeMap<String, Verdict> {
     let gated = pods.iter().filter(|pod| is_gated(pod) && target_container(object, pod).is_some());
     gated.filter_map(|pod| Some((pod.uid()?, verdict(object, view, pod, &pod.uid()?)?))).collect()
@@ -50,17 +50,17 @@ pub(super) fn verdicts(object: &WeightSync, view: &MembershipView, pods: &[&Pod]
 
 fn verdict(object: &WeightSync, view: &MembershipView, pod: &Pod, uid: &str) -> Option<Verdict> {
     if object.spec.suspend {
-        return Some(Verdict::serve(Reason::Suspended, "the WeightSync is suspended: the pod serves what it has"));
+        return Some(Verdict::serve(Reason::Suspended, "the WeightSync is suspended: the pod serves its current weights"));
     }
     if is_trainers(pod) {
-        return Some(Verdict::serve(Reason::AsWanted, "a trainer's pod is ready as it is"));
+        return Some(Verdict::serve(Reason::AsWanted, "a trainer's pod is always ready"));
     }
     if view.stage == GroupStage::Adopting {
         return None;
     }
     let members: Vec<&MemberView> = view.members.iter().filter(|member| member.pods.iter().any(|pod| pod.uid == uid)).collect();
     if members.is_empty() {
-        // A look may come before the group knows of a new pod: then only what holds for every pod is said.
+        // A reconcile may come before the group has a new pod: then decide only what holds for every pod.
         return Some(match view.wanted.as_ref().or(view.version.as_ref()) {
             Some(current) => Verdict {
                 ready: false,
@@ -89,7 +89,7 @@ fn before_first_version(object: &WeightSync) -> Verdict {
 
 fn replica(object: &WeightSync, view: &MembershipView, member: &MemberView) -> Verdict {
     let not = |message: String| Verdict { ready: false, reason: member.reason, message };
-    // Also while a group is being formed, and while it is in none.
+    // Also during the formation of a group, and outside a group.
     if member.dirty {
         return not(format!("an install did not end well: {}", member.message));
     }

@@ -1,5 +1,5 @@
-//! One look at one object: decide, have the coordinator want it, do to pods what is needed, write status. Safe to repeat at any time, and
-//! disturbs nothing that is as it should be.
+//! Reconciles one object: decides, passes the decision to the coordinator, changes pods where needed, writes status. Idempotent: it changes
+//! nothing that is already correct.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -34,11 +34,11 @@ use weightsync_coordinator::{CoordinatorEvent, EventSink};
 use weightsync_core::membership::MembershipView;
 use weightsync_core::protocol::Reason;
 
-/// Manager of the status but `epoch` and `term`.
+/// Field manager of the status except `epoch` and `term`.
 const MANAGER: &str = "weightsync-controller";
-/// An object is looked at this often even if nothing changed.
+/// An object is reconciled this often even if nothing changed.
 const RESYNC: Duration = Duration::from_secs(60);
-/// Pods of one object that are written to at once.
+/// Concurrent writes to pods of one object.
 const WRITES: usize = 8;
 
 #[derive(Debug, thiserror::Error)]
@@ -62,16 +62,16 @@ pub(super) struct ScopeContext {
     pub(super) scope: Scope,
 }
 
-/// Looks at one object. Boxed, so that its many borrows do not show in the type of the loop.
+/// Reconciles one object. Boxed, so that its many borrows do not show in the type of the loop.
 pub(super) fn reconcile(object: Arc<Object>, context: Arc<ScopeContext>) -> BoxFuture<'static, Result<Action, ReconcileError>> {
     observed(object, context).boxed()
 }
 
-/// Looks at one object, and counts and times that.
+/// Reconciles one object, with count and time as metrics.
 async fn observed(object: Arc<Object>, context: Arc<ScopeContext>) -> Result<Action, ReconcileError> {
     let shared = &context.shared;
     let Some(term) = shared.leadership.term() else {
-        // Leadership is over or not settled; the process ends, or all objects are looked at again.
+        // Leadership ended or is not settled; the process ends, or all objects are reconciled again.
         return Ok(Action::await_change());
     };
     let begun = Instant::now();
@@ -102,7 +102,7 @@ pub(super) fn after_failure(object: Arc<Object>, error: &ReconcileError, context
     };
     context.shared.metrics.reconcile_errors.get_or_create(&Cause { reason }).inc();
     let wait = context.shared.failures.failed(&uid_of(&object));
-    tracing::warn!(namespace = object.meta().namespace, name = object.meta().name, %error, ?wait, "will look at the object again");
+    tracing::warn!(namespace = object.meta().namespace, name = object.meta().name, %error, ?wait, "reconcile failed; it is repeated after the wait");
     Action::requeue(wait)
 }
 
@@ -111,7 +111,7 @@ fn uid_of(object: &Object) -> String {
 }
 
 impl ScopeContext {
-    /// What is decided for the object now, from what the watches know.
+    /// The decision for the object, from the watch caches.
     pub(super) fn decide(&self, object: &WeightSync) -> (Decided, Vec<Arc<Pod>>) {
         let namespace = object.namespace().unwrap_or_default();
         let pods = self.scope.pods_in(&namespace);
@@ -146,7 +146,7 @@ impl ScopeContext {
     }
 
     async fn open_gates(&self, object: &WeightSync, view: &MembershipView, pods: &[Arc<Pod>], writes: &Pods) -> Result<(), ApiError> {
-        // Two objects that both wrote one pod's gate would answer each other's patch for ever.
+        // Two objects that both wrote one pod's gate would overwrite each other without end.
         let uid = object.uid().unwrap_or_default();
         let claimed: Vec<&Pod> = pods.iter().map(AsRef::as_ref).filter(|pod| self.shared.objects.claims(&uid, pod)).collect();
         let verdicts = verdicts(object, view, &claimed);
@@ -160,7 +160,7 @@ impl ScopeContext {
         outcomes.into_iter().collect()
     }
 
-    /// Deletes pods whose engine is wedged, where that is asked for; also what a person must do instead.
+    /// Deletes pods whose engine is wedged, if the object requests that; returns what users must do otherwise.
     async fn replace_wedged(
         &self,
         object: &WeightSync,
@@ -174,18 +174,18 @@ impl ScopeContext {
             if let Err(error) = writes.delete(pod).await {
                 return (Err(error), problems);
             }
-            let message = format!("pod {} was deleted, as update.onWedged asks: {why}", pod.name_any());
-            tracing::warn!(pod = pod.name_any(), why, "a pod whose engine is wedged was deleted");
+            let message = format!("pod {} was deleted because of update.onWedged RestartPod: {why}", pod.name_any());
+            tracing::warn!(pod = pod.name_any(), why, "deleted a pod whose engine is wedged");
             let event = CoordinatorEvent { reason: Reason::PodReplaced, message, member: None, warning: true };
             self.shared.objects.events_of(object).publish(event);
         }
         (Ok(()), problems)
     }
 
-    /// Writes the status where it differs from what is stored; how long that may wait still, if so.
+    /// Writes the status if it differs from the stored one; returns how long the write may wait, if it may.
     async fn write_status(&self, object: &WeightSync, uid: &str, facts: &Facts<'_>) -> Result<Option<Duration>, ApiError> {
         let stored = || object.status.clone().map(|status| WeightSyncStatus { epoch: None, term: None, ..status });
-        // A cache that has seen the last write shows what others changed since.
+        // A cache with the last write shows later changes of others.
         let written = self.shared.objects.written(uid).filter(|written| written.is_newer_than(object));
         let before = written.map(|written| written.status).or_else(stored);
         let status = match (&facts.decided.refused, &before) {
@@ -211,20 +211,20 @@ impl ScopeContext {
         Ok(None)
     }
 
-    /// Says in the status of an object that cannot be read what is wrong with it. All else in the status stays as it was, and so do its group
-    /// and its agents.
+    /// Reports in the status of an object that cannot be parsed what is wrong with it. The rest of the status, its group and its agents
+    /// stay unchanged.
     async fn unreadable(&self, object: &Unreadable) -> Result<Action, ReconcileError> {
         self.shared.objects.hold_unreadable(object);
         let status = report::unreadable(object, Timestamp::now());
         if status != object.status {
-            // Another manager's.
+            // Fields of another field manager.
             let ours: Map<String, Value> = status.into_iter().filter(|(field, _)| field != "epoch" && field != "term").collect();
             self.apply_status(&object.metadata, &ours).await?;
         }
         Ok(Action::await_change())
     }
 
-    /// Applies the status; answers the object's resourceVersion by that, and nothing where the object is gone.
+    /// Applies the status; returns the object's new resourceVersion, or `None` if the object is gone.
     async fn apply_status(&self, meta: &kube::core::ObjectMeta, status: &(impl Serialize + Sync)) -> Result<Option<String>, ApiError> {
         let (name, namespace) = (meta.name.clone().unwrap_or_default(), meta.namespace.clone().unwrap_or_default());
         let api: Api<DynamicObject> = Api::namespaced_with(self.shared.client.clone(), &namespace, &ApiResource::erase::<WeightSync>(&()));

@@ -1,5 +1,5 @@
-//! What status says. Pure: the decision, the coordinator's view and the status of before in, the new status out. A condition's time moves
-//! only when its status flips, so that equal facts give equal bytes and no write.
+//! Makes the status. Pure: the decision, the coordinator's view and the previous status in, the new status out. A condition's time changes
+//! only when its status changes, so equal facts give equal bytes and no write.
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 use k8s_openapi::jiff::Timestamp;
@@ -17,7 +17,7 @@ use weightsync_core::protocol::{Arrangement, EdgeOutcome, EdgeReport, MOST_EDGES
 
 /// Longest message of a member, in bytes.
 const MEMBER_MESSAGE: usize = 1024;
-/// Longest message of a condition, in bytes; there are more members than a person reads.
+/// Longest message of a condition, in bytes.
 const CONDITION_MESSAGE: usize = 2048;
 /// Longest reason of a transport, in bytes.
 const TRANSPORT_REASON: usize = 1024;
@@ -29,21 +29,21 @@ const MAX_PODS: usize = 16;
 /// Kept versions of one member that are listed.
 const MAX_RETAINED: usize = 32;
 
-/// Whether something is so, and why.
+/// Status, reason and message of a condition.
 struct Judgement(Option<bool>, Reason, String);
 
 pub(super) struct Facts<'a> {
     pub(super) object: &'a WeightSync,
     pub(super) decided: &'a Decided,
     pub(super) view: &'a MembershipView,
-    /// What a person must do about agents.
+    /// What users must do about agents.
     pub(super) problems: &'a [(Reason, String)],
     /// Why the object's coordinator stopped deciding, while no group was formed since.
     pub(super) stepped_down: Option<&'a str>,
 }
 
 impl Facts<'_> {
-    /// What keeps every group from forming, whatever its members say.
+    /// What prevents every group, independent of its members.
     fn obstacle(&self) -> Option<(Reason, String)> {
         let stepped_down = self.stepped_down.map(|message| (Reason::PersistConflict, message.to_owned()));
         let unwritten = || {
@@ -54,7 +54,7 @@ impl Facts<'_> {
     }
 }
 
-/// The status; `epoch` and `term` are another writer's, and left out.
+/// The status without `epoch` and `term`, which belong to another field manager.
 pub(super) fn status(facts: &Facts<'_>, before: &[Condition], now: Timestamp) -> WeightSyncStatus {
     let Facts { object, decided, view, .. } = facts;
     let generation = object.metadata.generation;
@@ -84,7 +84,7 @@ pub(super) fn status(facts: &Facts<'_>, before: &[Condition], now: Timestamp) ->
     }
 }
 
-/// The status of an object that makes no sense and that no coordinator follows: as it was, but for what is wrong.
+/// The status of an invalid object without a coordinator: unchanged, except for what is wrong.
 pub(super) fn not_followed(message: &str, generation: Option<i64>, before: &WeightSyncStatus, now: Timestamp) -> WeightSyncStatus {
     WeightSyncStatus {
         observed_generation: generation,
@@ -93,7 +93,7 @@ pub(super) fn not_followed(message: &str, generation: Option<i64>, before: &Weig
     }
 }
 
-/// The same for an object that cannot be read.
+/// The same for an object that cannot be parsed.
 pub(super) fn unreadable(object: &Unreadable, now: Timestamp) -> Map<String, Value> {
     let before = object.status.get("conditions").cloned().unwrap_or_default();
     let before: Vec<Condition> = serde_json::from_value(before).unwrap_or_default();
@@ -103,7 +103,7 @@ pub(super) fn unreadable(object: &Unreadable, now: Timestamp) -> Map<String, Val
     status
 }
 
-/// Conditions as they were, but for those that a spec makes false that no one can follow.
+/// The previous conditions, except for those that become false because the spec cannot be applied.
 fn refused(message: &str, generation: Option<i64>, before: &[Condition], now: Timestamp) -> Vec<Condition> {
     let false_now = [ConditionType::Ready, ConditionType::Accepted];
     let fresh = false_now.map(|kind| {
@@ -165,7 +165,7 @@ fn judge(kind: ConditionType, facts: &Facts<'_>) -> Judgement {
 fn accepted(decided: &Decided) -> Judgement {
     match &decided.refused {
         Some((reason, message)) => Judgement(Some(false), *reason, message.clone()),
-        None => Judgement(Some(true), Reason::Accepted, "the spec makes sense, and no one older claims the pods".into()),
+        None => Judgement(Some(true), Reason::Accepted, "the spec is valid, and no older object claims the pods".into()),
     }
 }
 
@@ -186,7 +186,7 @@ fn ready(facts: &Facts<'_>) -> Judgement {
     if let Some((reason, message)) = facts.obstacle() {
         return Judgement(Some(false), reason, message);
     }
-    let counts = format!("{} of {} replicas serve the current version, {} must", view.ready, decided.replicas, view.min_ready);
+    let counts = format!("{} of {} replicas serve the current version, minReady is {}", view.ready, decided.replicas, view.min_ready);
     if view.ready >= view.min_ready && view.committed {
         let reason = if view.version.is_some() { Reason::VersionReached } else { Reason::NoVersion };
         let message = view.version.as_ref().map_or_else(
@@ -200,7 +200,7 @@ fn ready(facts: &Facts<'_>) -> Judgement {
     Judgement(Some(false), if view.committed { Reason::BelowMinReady } else { cause.0 }, message)
 }
 
-/// Why there is no group, or who is missing: what is degraded comes first, then whatever member stands aside.
+/// Why there is no group, or which member is missing: the degraded cause first, then the first member outside the group.
 fn first_cause(view: &MembershipView) -> Option<(Reason, String)> {
     let degraded =
         view.degraded.first().map(|degradation| (degradation.reason, name_first(degradation.member.as_ref(), &degradation.message)));
@@ -226,7 +226,7 @@ fn runs(update: &UpdateView) -> bool {
 
 fn progressing(view: &MembershipView) -> Judgement {
     match view.stage {
-        GroupStage::Adopting => Judgement(Some(true), Reason::Adopting, "this controller started and asks who is there".into()),
+        GroupStage::Adopting => Judgement(Some(true), Reason::Adopting, "this controller started and waits for agents".into()),
         GroupStage::Persisting | GroupStage::Preparing | GroupStage::Committing => {
             Judgement(Some(true), Reason::GroupForming, format!("epoch {} is being formed", view.epoch))
         }
@@ -235,18 +235,18 @@ fn progressing(view: &MembershipView) -> Judgement {
                 let wanted = view.wanted.as_ref().map_or(0, |held| held.version);
                 let refused = view.version.as_ref().filter(|version| view.refused.contains(&version.version));
                 let why = refused.map_or_else(
-                    || "as targetVersion asks".to_owned(),
+                    || "because of targetVersion".to_owned(),
                     |refused| format!("because the canary refuses version {}", refused.version),
                 );
-                Judgement(Some(true), Reason::RollingBack, format!("members are taken to version {wanted}, {why}"))
+                Judgement(Some(true), Reason::RollingBack, format!("members are switched to version {wanted}, {why}"))
             }
-            Some(update) => Judgement(Some(true), Reason::Updating, format!("version {} is on its way", update.version)),
+            Some(update) => Judgement(Some(true), Reason::Updating, format!("an update to version {} runs", update.version)),
             None => match view.returned.filter(|returned| returned.pinned) {
                 Some(returned) => {
-                    let message = format!("held at version {}, as targetVersion asks: nothing is published", returned.to);
+                    let message = format!("held at version {} by targetVersion: publishes are refused", returned.to);
                     Judgement(Some(false), Reason::RolledBack, message)
                 }
-                None => Judgement(Some(false), Reason::AsWanted, "nothing is under way".into()),
+                None => Judgement(Some(false), Reason::AsWanted, "no update runs and no group is being formed".into()),
             },
         },
     }
@@ -262,7 +262,7 @@ fn agents_ready(facts: &Facts<'_>) -> Judgement {
     if missing.is_empty() {
         return Judgement(Some(true), Reason::AgentsReachable, format!("{} agents can be reached", view.members.len()));
     }
-    // They announce themselves to this coordinator first: until then nothing is known of them.
+    // Agents announce themselves to this coordinator first; until then their state is not known.
     if let Some(message) = facts.stepped_down {
         return Judgement(None, Reason::PersistConflict, format!("not known until a group is formed: {message}"));
     }
@@ -292,7 +292,7 @@ fn group_ready(facts: &Facts<'_>) -> Judgement {
     }
     let (reason, message) = match (&decided.refused, &decided.no_source, view.stage) {
         (Some((reason, message)), _, _) => (*reason, message.clone()),
-        (_, _, GroupStage::Adopting) => (Reason::Adopting, "this controller started and asks who is there".into()),
+        (_, _, GroupStage::Adopting) => (Reason::Adopting, "this controller started and waits for agents".into()),
         (_, _, GroupStage::Persisting | GroupStage::Preparing | GroupStage::Committing) => {
             (Reason::GroupForming, format!("epoch {} is being formed", view.epoch))
         }
@@ -325,7 +325,7 @@ fn degraded(facts: &Facts<'_>) -> Judgement {
     let of_group = facts.obstacle().into_iter().chain(problems.iter().cloned());
     let all: Vec<(Reason, String)> = of_group.chain(of_view).chain(decided.misfits.iter().cloned()).collect();
     match all.first() {
-        None => Judgement(Some(false), Reason::AsWanted, "everything is as it should be".into()),
+        None => Judgement(Some(false), Reason::AsWanted, "no problem is known".into()),
         Some((reason, _)) => {
             let mut messages: Vec<&str> = all.iter().map(|(_, message)| message.as_str()).collect();
             messages.dedup();

@@ -1,5 +1,5 @@
-//! Puts the controller together and takes it apart: clients, authority, watches, enrolment server, lease, and the loop over objects.
-//! Only the holder of the lease acts; without it the process ends, so that nothing half-led goes on.
+//! Starts and stops the controller: clients, authority, watches, enrolment server, lease, and the loop over objects. Only the holder of the
+//! lease acts; a process that loses it ends.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -42,7 +42,7 @@ use weightsync_net::metrics::Metrics;
 const CERTIFICATES: Duration = Duration::from_secs(3600);
 /// Lifetime of a token for an ephemeral agent: its image may have to be pulled first.
 const TOKENS: Duration = Duration::from_secs(600);
-/// Looks at objects that run at once.
+/// Concurrent reconciles.
 const CONCURRENCY: u16 = 16;
 /// Reconciles under way have this long to end when the controller stops.
 const DRAIN: Duration = Duration::from_secs(5);
@@ -56,17 +56,17 @@ pub struct Settings {
     pub namespace: String,
     /// Name of the installation: lease, `NAME-ca`.
     pub name: String,
-    /// Namespaces to look at; all if empty.
+    /// Namespaces to watch; all if empty.
     pub watch_namespaces: Vec<String>,
     /// Image of ephemeral agents.
     pub agent_image: String,
     pub agent_image_pull_policy: String,
-    /// Where agents find the enrolment server.
+    /// URL of the enrolment server for agents.
     pub controller_url: String,
     pub enroll_address: SocketAddr,
-    /// Where health, metrics and the web page are served.
+    /// Listen address of health, metrics and the web page.
     pub status_address: SocketAddr,
-    /// Where probes are answered, apart from everything else.
+    /// Listen address of probes only.
     pub probe_address: SocketAddr,
     pub ui: Ui,
     /// The OpenTelemetry collector that gets traces of updates, as `http://HOST:4318`; none if empty.
@@ -87,7 +87,7 @@ pub enum ControllerError {
     Traces(#[from] TracesError),
     #[error(transparent)]
     Identity(#[from] IdentityError),
-    #[error("leads no more: {0}")]
+    #[error("does not lead any more: {0}")]
     LeaseLost(LeaseLost),
 }
 
@@ -95,11 +95,11 @@ pub enum ControllerError {
 pub async fn run(settings: Settings, cancel: CancellationToken) -> Result<(), ControllerError> {
     let config = kube::Config::infer().await?;
     let client = Client::try_from(config.clone())?;
-    // Hidden retries would hold a renewal up for longer than the lease lasts.
+    // Hidden retries could delay a renewal for longer than the lease lasts.
     let mut without_retries = config;
     without_retries.default_retry = false;
     let lease_client = Client::try_from(without_retries)?;
-    // Bound before anything else is done, so that a port that is taken shows at once.
+    // Bound first, so that an occupied port is reported at once.
     let listeners = Listeners {
         enroll: listen(settings.enroll_address).await?,
         status: listen(settings.status_address).await?,
@@ -143,7 +143,9 @@ pub(super) async fn run_with(
     let stores = Stores::start(&client, &settings.watch_namespaces, &metrics);
     let synced = Arc::new(AtomicBool::new(false));
     let listed = synced.clone();
-    health.ready_while("watches", move || if listed.load(Ordering::SeqCst) { Ok(()) } else { Err("not everything was listed yet".into()) });
+    health.ready_while("watches", move || {
+        if listed.load(Ordering::SeqCst) { Ok(()) } else { Err("the first list of objects and pods is not complete".into()) }
+    });
 
     let Some(ca) = authority_of(&settings, &client, calls, &cancel).await? else { return Ok(()) };
     let ca = Arc::new(ca);
@@ -188,7 +190,7 @@ pub(super) async fn run_with(
     if led.is_some() {
         metrics.leader.set(1);
         let judged = leadership.clone();
-        health.live_while("lease", move || if judged.term().is_some() { Ok(()) } else { Err("leads no more".into()) });
+        health.live_while("lease", move || if judged.term().is_some() { Ok(()) } else { Err("does not lead any more".into()) });
         let world = World {
             client: client.clone(),
             calls,
@@ -231,9 +233,9 @@ pub(super) async fn run_with(
     stop.cancel();
     stop_lease.cancel();
     match timeout(DRAIN, leasing).await {
-        // The claim's end is seen here and by the lease's own task; anyone who comes second must not make a clean exit of it.
+        // This task and the lease's task both see the claim's end; the second one must not turn it into a clean exit.
         Ok(Ok(LeaseLost::Stopped)) | Err(_) if ended_by_itself => {
-            Err(ControllerError::LeaseLost(LeaseLost::NotRenewed("the claim ended before a renewal was answered".into())))
+            Err(ControllerError::LeaseLost(LeaseLost::NotRenewed("the claim ended before the response to a renewal".into())))
         }
         Ok(Ok(LeaseLost::Stopped)) | Err(_) => Ok(()),
         Ok(Ok(lost)) => Err(ControllerError::LeaseLost(lost)),
@@ -241,7 +243,7 @@ pub(super) async fn run_with(
     }
 }
 
-/// The authority; none when asked to stop. The API server may not be there yet when a whole cluster starts.
+/// The authority; `None` if the process is stopped. The API server may not be up yet when a whole cluster starts.
 async fn authority_of(
     settings: &Settings,
     client: &Client,
@@ -262,7 +264,7 @@ async fn authority_of(
     }
 }
 
-/// Keeps the lease, and gives it back when it was kept to the end.
+/// Keeps the lease, and releases it if it was kept to the end.
 async fn keep_lease(mut manager: LeaseManager, stop: CancellationToken) -> LeaseLost {
     let lost = manager.run(&stop).await;
     if lost == LeaseLost::Stopped {
@@ -271,7 +273,7 @@ async fn keep_lease(mut manager: LeaseManager, stop: CancellationToken) -> Lease
     lost
 }
 
-/// Looks at objects until asked to stop, or until leadership ends: true for the latter.
+/// Reconciles objects until the process is stopped, or until leadership ends: true for the latter.
 async fn lead(
     shared: &Arc<Shared>,
     scopes: &[Scope],
@@ -293,14 +295,14 @@ async fn lead(
             draining.cancel();
             let ended = async { while loops.join_next().await.is_some() {} };
             if timeout(DRAIN, ended).await.is_err() {
-                tracing::warn!("reconciles still run and are cut");
+                tracing::warn!("aborting reconciles that still run");
             }
             shared.objects.drained().await;
             false
         }
-        // What still runs would act without leadership: it is dropped, not drained.
+        // Running reconciles would act without leadership: drop them, do not drain.
         () = leadership.lost() => {
-            tracing::error!("leadership is over; this process ends");
+            tracing::error!("leadership ended; this process exits");
             true
         }
         () = sweeping => false,
@@ -309,7 +311,7 @@ async fn lead(
     lost
 }
 
-/// Starts the coordinators of all objects, and only then lets the enrolment server say that no one claims a pod.
+/// Starts the coordinators of all objects; only then may the enrolment server answer that a pod is not claimed.
 fn adopt(contexts: &[Arc<ScopeContext>], directory: &Directory) {
     for context in contexts {
         for object in context.scope.objects.state() {
@@ -335,7 +337,7 @@ async fn look_at_objects(context: Arc<ScopeContext>, draining: CancellationToken
     let mut results = std::pin::pin!(results);
     while let Some(result) = results.next().await {
         if let Err(error) = result {
-            // Failures were counted and informed where they happened; what is left are objects that are gone, which the sweep sees.
+            // Failures were counted and reported where they happened. The rest are deleted objects, which the sweep handles.
             tracing::debug!(%error, "not reconciled");
         }
     }

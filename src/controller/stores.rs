@@ -1,5 +1,5 @@
-//! What is so: all objects and all opted-in pods of the watched namespaces, kept up to date by watches. Decides only which objects are to
-//! be looked at when something changed. One undecodable object is kept as such and stops no one else.
+//! The observed state: all objects and all opted-in pods of the watched namespaces, kept up to date by watches. Decides only which objects
+//! to reconcile after a change. An object that cannot be parsed is kept as such and does not stop the others.
 
 use std::collections::HashSet;
 use std::fmt::Debug;
@@ -28,12 +28,12 @@ pub(super) struct Scope {
     pub(super) triggers: Triggers,
 }
 
-/// UIDs of all objects that the watches know.
+/// UIDs of all objects in the watch caches.
 pub(super) fn known_objects(scopes: &[Scope]) -> HashSet<String> {
     scopes.iter().flat_map(|scope| scope.objects.state()).filter_map(|object| object.meta().uid.clone()).collect()
 }
 
-/// All scopes, kept up to date while this lives.
+/// All scopes, kept up to date until this is dropped.
 pub(super) struct Stores {
     pub(super) scopes: Vec<Scope>,
     /// Ends them when dropped.
@@ -70,7 +70,7 @@ impl Stores {
         self.watch("Pod", pods, opted_in, pod_writer, metrics, move |event, before| {
             let affected = match event {
                 Event::Apply(pod) | Event::Delete(pod) => concerned(&known, pod, before),
-                // A pod may be gone without an event of its own.
+                // A pod may disappear without its own event.
                 Event::InitDone => known.state(),
                 Event::Init | Event::InitApply(_) => return,
             };
@@ -96,7 +96,7 @@ impl Stores {
         let store = writer.as_reader();
         let events = kube::runtime::watcher(api, config)
             .default_backoff()
-            // Half of a pod's bytes, and read by no one here.
+            // Half of a pod's bytes, and not used here.
             .modify(|object: &mut K| object.managed_fields_mut().clear());
         let task = async move {
             let mut events = std::pin::pin!(events);
@@ -124,7 +124,7 @@ impl Stores {
         self.watches.push(AbortOnDropHandle::new(tokio::spawn(task)));
     }
 
-    /// The highest term that any object's status names: leaders of an earlier Lease had it.
+    /// The highest term in the status of any object: leaders of an earlier Lease had it.
     pub(super) fn highest_term(&self) -> impl Fn() -> Option<u64> + Send + Sync + 'static {
         let stores: Vec<Store<Object>> = self.scopes.iter().map(|scope| scope.objects.clone()).collect();
         move || stores.iter().flat_map(Store::state).filter_map(|object| object.term()).max()
@@ -152,7 +152,7 @@ impl Scope {
     }
 }
 
-/// Objects that select a pod, or did by the labels that it had before. All others in its namespace are spared: there may be hundreds.
+/// Objects that select a pod, by its labels now or before. All others in its namespace need no reconcile: there may be hundreds.
 pub(super) fn concerned(objects: &Store<Object>, pod: &Pod, before: Option<&Pod>) -> Vec<Arc<Object>> {
     objects.state_filter(|object| {
         let Ok(readable) = &object.0 else { return false };
@@ -174,7 +174,7 @@ fn operation<K>(event: &Event<K>) -> &'static str {
     }
 }
 
-/// For metrics: how a watch broke.
+/// The kind of a watch error, for metrics.
 fn cause(error: &watcher::Error) -> &'static str {
     match error {
         watcher::Error::InitialListFailed(_) => "list",

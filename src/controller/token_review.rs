@@ -1,4 +1,4 @@
-//! Says which pod a token proves: a projected token by the cluster's own TokenReview, a single-use one by what was minted here.
+//! Decides which pod a token proves: a projected token by the cluster's TokenReview, a single-use one by the records of this controller.
 
 use std::collections::BTreeMap;
 
@@ -19,8 +19,8 @@ use weightsync_net::identity::KeyDigest;
 /// Audience of agents' projected tokens: a token for another audience proves nothing here.
 pub(super) const AUDIENCE: &str = "weightsync.dev";
 
-/// Reviews at once. Thousands of agents that ask at the same time would otherwise wait for the API server together until none has an answer
-/// in time; who does not get his turn asks again, and has cost nothing.
+/// Concurrent reviews. Thousands of agents that enrol at the same time would otherwise all miss their deadline at the API server. An agent
+/// that does not get a slot asks again, and has cost nothing.
 const AT_ONCE: usize = 32;
 
 pub(super) struct Tokens {
@@ -58,8 +58,8 @@ impl TokenVerifier for Tokens {
     }
 }
 
-/// Whether a token itself says that it is for us and of that pod. Nothing is proven by that; but one that says something else proves nothing
-/// either, and is not worth a call to the API server.
+/// Whether a token's own claims name this audience and that pod. This proves nothing; but a token with other claims needs no call to the
+/// API server.
 pub(super) fn says_so_itself(token: &str, pod_uid: &str) -> Result<(), String> {
     let not_one = || "the token is no projected token of a service account".to_owned();
     let mut parts = token.split('.');
@@ -80,7 +80,7 @@ pub(super) fn says_so_itself(token: &str, pod_uid: &str) -> Result<(), String> {
     Ok(())
 }
 
-/// Reads a review. An API server that knows no audiences leaves them out of its answer, and then the token proves nothing.
+/// Reads a review. An API server without support for audiences omits them, and then the token proves nothing.
 pub(super) fn proven(status: &TokenReviewStatus) -> Result<ProvenPod, String> {
     if status.authenticated != Some(true) {
         return Err(format!("the token is not valid: {}", status.error.as_deref().unwrap_or("not authenticated")));

@@ -1,6 +1,5 @@
-//! One trace of each attempt to bring a version: what the source and every rollout did and when, as their agents report it. Decides which
-//! spans there are and which id a trace has: the id follows from the attempt, so a trainer can compute it. This file never sends a trace:
-//! [`otlp`] does.
+//! One trace of each update attempt: what the source and every rollout did and when, as their agents report it. Decides the spans and the
+//! id of a trace. The id is computed from the attempt, so a trainer can compute it too. This file never sends a trace: [`otlp`] does.
 
 mod otlp;
 
@@ -11,16 +10,16 @@ use tokio::sync::mpsc;
 use super::metrics::phase_word;
 use weightsync_core::protocol::{InstallStep, MemberName, UpdatePhase, UpdateView};
 
-/// Most traces that wait for the collector. Further ones are dropped, because nothing may wait for a collector.
+/// Most traces that wait for the collector. Further ones are dropped, so that nothing waits for a collector.
 const WAITING: usize = 64;
-/// Variables that hold headers for the collector, as OpenTelemetry names them. The first one that is not empty counts.
+/// OpenTelemetry's variables for headers of the collector. The first one that is not empty counts.
 const HEADERS: [&str; 2] = ["OTEL_EXPORTER_OTLP_TRACES_HEADERS", "OTEL_EXPORTER_OTLP_HEADERS"];
 
 /// One span; times in ms since 1970.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Span {
     pub(super) name: &'static str,
-    /// Its place among the trace's spans; none for the first.
+    /// Index among the trace's spans; `None` for the first.
     pub(super) parent: Option<usize>,
     pub(super) begun: u64,
     pub(super) ended: u64,
@@ -35,7 +34,7 @@ pub(super) struct Trace {
     pub(super) spans: Vec<Span>,
 }
 
-/// The attempt that is under way, as far as agents reported it.
+/// The running attempt, as reported by agents.
 #[derive(Debug, Default)]
 pub(super) struct Trail(Option<Attempt>);
 
@@ -49,8 +48,8 @@ struct Attempt {
 }
 
 impl Trail {
-    /// Notes how an attempt stands at `now` (ms since 1970). Returns the traces of attempts that are over: of this one, and of the one
-    /// before it if that one's end was not reported.
+    /// Records the state of an attempt at `now` (ms since 1970). Returns the traces of ended attempts: of this one, and of the previous one
+    /// if its end was not reported.
     pub(super) fn note(&mut self, update: &UpdateView, now: u64) -> Vec<Trace> {
         let mut traces = Vec::new();
         if let Some(before) = self.0.take_if(|known| !known.is(update))
@@ -128,7 +127,7 @@ fn trace_id(view: &UpdateView) -> [u8; 16] {
     id
 }
 
-/// What a rollout does while it is at a step.
+/// Name of the span for a step of a rollout.
 fn step_word(step: InstallStep) -> Option<&'static str> {
     match step {
         InstallStep::Receiving => Some("receive"),
@@ -138,7 +137,7 @@ fn step_word(step: InstallStep) -> Option<&'static str> {
     }
 }
 
-/// Where traces go, if a collector was named.
+/// The sender of traces, if a collector is configured.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Traces(Option<mpsc::Sender<Trace>>);
 

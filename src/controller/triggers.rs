@@ -1,4 +1,4 @@
-//! Which objects are to be looked at next. A set, so that a storm of pod events costs one look an object and no memory.
+//! The queue of objects to reconcile. A set, so that many pod events cost one reconcile for each object and no memory.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use tokio::sync::Notify;
 
 use super::object::Object;
 
-/// Objects to look at. Clones share them.
+/// Objects to reconcile. Clones share them.
 #[derive(Clone, Default)]
 pub(super) struct Triggers(Arc<Inner>);
 

@@ -1,8 +1,8 @@
-//! The web page of a controller, `/ui`: who is in each group, at which version, why a member is out, and how long the phases of the last
-//! updates took. Read-only, three files that are compiled in, and one JSON answer after them.
+//! The web page of a controller, `/ui`: the members of each group, their versions, why a member is out, and the phases of the last updates.
+//! Read-only: three files that are compiled in, and one JSON document.
 //!
-//! Decides who may see it. By default that is who reaches the status port from within the pod: `kubectl port-forward`, and with it the
-//! cluster's own right `pods/portforward`. Names of pods, versions and causes are nothing that every pod of a cluster should read.
+//! Decides which clients may see it. By default only clients on the pod's loopback interface: `kubectl port-forward`, and so users with the
+//! right `pods/portforward`. Names of pods, versions and causes must not be readable by every pod of a cluster.
 
 mod state;
 
@@ -19,15 +19,15 @@ use axum::{Json, Router};
 use super::objects::Objects;
 use weightsync_net::health::{asks_for_localhost, is_local};
 
-/// Who may see the web page.
+/// Clients that may see the web page.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, clap::ValueEnum)]
 pub enum Ui {
-    /// No one: there is none.
+    /// No client: the page is off.
     Off,
-    /// Peers on the loopback interface, as `kubectl port-forward` makes them.
+    /// Peers on the loopback interface, such as `kubectl port-forward`.
     #[default]
     Local,
-    /// Anyone who reaches the status port: for a proxy in front that asks who it is.
+    /// All clients of the status port: for use with an authenticating proxy.
     Open,
 }
 
@@ -35,7 +35,7 @@ const INDEX: &str = include_str!("ui/index.html");
 const SCRIPT: &str = include_str!("ui/app.js");
 const STYLE: &str = include_str!("ui/style.css");
 
-/// Nothing from elsewhere, nothing inline, in no frame.
+/// No external content, nothing inline, in no frame.
 const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
 
 #[derive(Clone)]
@@ -50,13 +50,13 @@ impl Page {
         Self { access, pod: pod.into(), objects: Arc::default() }
     }
 
-    /// This controller leads: from now on it has something to show.
+    /// This controller leads: from now on it has data to show.
     pub(super) fn lead(&self, objects: &Arc<Objects>) {
-        // A controller leads once in its life.
+        // A process leads at most once.
         let _ = self.objects.set(objects.clone());
     }
 
-    /// The routes; none where there is no page.
+    /// The routes; none if the page is off.
     pub(super) fn router(&self) -> Router {
         if self.access == Ui::Off {
             return Router::new();

@@ -1,7 +1,7 @@
-//! Which pods are deleted because their engine is wedged, where the object asks for that (`update.onWedged: RestartPod`).
+//! Which pods are deleted because their engine is wedged (`update.onWedged: RestartPod`).
 //!
-//! Pure. Only pods that somebody makes again are deleted, and only those that are there by that UID and are not going already. A member is wedged
-//! by its own agent's word, which asked for a token and waited; ill health alone deletes nothing.
+//! Pure. Only pods with an owner that recreates them are deleted, by UID, and only if they do not terminate already. A member is wedged by
+//! the report of its own agent, which requested a token and waited. Failed health probes alone delete nothing.
 
 use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt;
@@ -28,7 +28,8 @@ pub(super) fn wedged<'a>(object: &WeightSync, view: &MembershipView, pods: &[&'a
             if pod.owner_references().iter().any(|owner| owner.controller == Some(true)) {
                 found.delete.push((*pod, member.message.clone()));
             } else {
-                let message = format!("pod {}: no one would make it again, so it is not deleted: {}", pod.name_any(), member.message);
+                let message =
+                    format!("pod {}: it has no owner that would recreate it, so it is not deleted: {}", pod.name_any(), member.message);
                 found.problems.push((Reason::EngineWedged, message));
             }
         }

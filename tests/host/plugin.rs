@@ -113,12 +113,12 @@ async fn rollback_names_a_kept_version_and_clear_removes_it() {
     api.put(RUN, kept);
     let missing = run(&api, &["rollback", "run", "--to", "6"]).await;
     let error = String::from_utf8_lossy(&missing.stderr).into_owned();
-    assert!(!missing.status.success() && error.contains("no one keeps version 6") && error.contains("5, 7"), "{error}");
+    assert!(!missing.status.success() && error.contains("no member keeps version 6") && error.contains("5, 7"), "{error}");
     assert_eq!(api.get(RUN)["spec"]["targetVersion"], json!(null), "nothing was changed");
     let answer: Value = serde_json::from_str(&said(&api, &["rollback", "run", "--timeout", "0", "-o", "json"]).await).unwrap();
     assert_eq!(answer, json!({"name": "run", "targetVersion": 5, "from": 7, "done": false}));
     assert_eq!(api.get(RUN)["spec"]["targetVersion"], json!(5));
-    assert!(said(&api, &["rollback", "run", "--clear"]).await.contains("held no longer"));
+    assert!(said(&api, &["rollback", "run", "--clear"]).await.contains("not held any more"));
     assert_eq!(api.get(RUN)["spec"]["targetVersion"], json!(null));
     let both = run(&api, &["rollback", "run", "--clear", "--to", "5"]).await;
     assert!(!both.status.success());

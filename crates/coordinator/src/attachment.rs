@@ -1,5 +1,5 @@
 //! Listens to one agent. Decides when it is lost: its connection closed or fell silent, and one attempt to open it again failed. What it
-//! says is passed on as it is; anyone who speaks for another life of the agent is not listened to.
+//! says is passed on as it is; messages of another incarnation of the agent are ignored.
 
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -24,7 +24,7 @@ pub(super) enum Heard {
     Lost(String),
 }
 
-/// One line of one attachment; `number` tells it from an earlier attachment to the same agent.
+/// One line of one attachment; `number` distinguishes it from an earlier attachment to the same agent.
 pub(super) struct FromAgent {
     pub(super) from: Incarnation,
     pub(super) number: u64,
@@ -89,7 +89,7 @@ impl Listener {
         self.pass(Heard::Lost(cause)).await;
     }
 
-    /// Why the stream ended; none when no one wants to hear it any more.
+    /// Why the stream ended; `None` if the reader is gone.
     async fn listen(&self, mut stream: EventStream<AgentEvent>) -> Option<String> {
         loop {
             let event = match stream.next().await {

@@ -1,4 +1,4 @@
-//! The time that a coordinator tells membership.
+//! The clock of a coordinator, for membership.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 

@@ -1,5 +1,5 @@
-//! Which agents are informed that their assignment changed, so that they ask for it at once and not with their next announcement, seconds later:
-//! until then a pod outside of the group would be ready with start-up weights although there is a version.
+//! Which agents are notified that their assignment changed, so that they request it at once instead of with their next announcement,
+//! seconds later: until then a pod outside of the group would be ready with start-up weights although there is a version.
 //!
 //! Pure. Anyone who misses the word hears it with the next announcement; nothing here is relied upon.
 
@@ -48,7 +48,7 @@ impl CommonChange {
         }
     }
 
-    /// Which of these agents are informed.
+    /// Which of these agents are notified.
     pub(super) fn concerns<'a>(self, view: &MembershipView, agents: impl Iterator<Item = &'a Incarnation>) -> Vec<Incarnation> {
         let unreported: HashSet<&Incarnation> = match self {
             Self::Nothing => return Vec::new(),
@@ -59,7 +59,7 @@ impl CommonChange {
             Self::Service => HashSet::new(),
             Self::Version => {
                 let current = view.wanted.as_ref().or(view.version.as_ref());
-                // A source that led the update to its end says so itself; one that took its place knows only what it is reported.
+                // A source that led the update to its end reports that itself; its successor knows only its assignment.
                 let knows = |member: &MemberView| member.role != Role::Source || member.installed.as_ref() == current;
                 let members = view.members.iter().filter(|member| in_group(member.standing) && knows(member));
                 members.filter_map(|member| member.incarnation.as_ref()).collect()

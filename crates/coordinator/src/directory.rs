@@ -1,4 +1,4 @@
-//! Which object claims which pod, and where its announcements go. Written by anyone who plans (controller, `weightsync local`), read by the
+//! Which object claims which pod, and where its announcements go. Written by the planner (controller, `weightsync local`), read by the
 //! enrolment server. Answers "not known yet" until it was filled once, so that a restarted controller sends no agent away.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -41,7 +41,7 @@ struct Inner {
 
 impl Inner {
     fn settled(&self) -> Result<(), Rejection> {
-        let message = "this controller does not lead, or has not looked at all objects yet";
+        let message = "this controller does not lead, or has not reconciled all objects yet";
         if self.settled { Ok(()) } else { Err(Rejection { message: message.into(), retryable: true }) }
     }
 }
@@ -114,7 +114,7 @@ impl Directory {
         self.0.inner.lock().holds.retain(|weightsync, _| there.contains(weightsync));
     }
 
-    /// UID of the object that claims a pod; the older object where two do. None before all objects were looked at.
+    /// UID of the object that claims a pod; the older object if two do. `None` before all objects were reconciled once.
     pub fn claimant(&self, pod_uid: &str) -> Option<String> {
         self.claim_of(pod_uid).ok().map(|claimed| claimed.weightsync)
     }
@@ -146,14 +146,14 @@ impl Directory {
         }
     }
 
-    /// Forgets an object: its agents are informed that no one claims them, and stop by themselves.
+    /// Forgets an object: its agents learn that no object claims them, and stop by themselves.
     pub fn remove(&self, weightsync: &str) {
         let mut inner = self.0.inner.lock();
         inner.objects.remove(weightsync);
         inner.holds.remove(weightsync);
     }
 
-    /// From now on a pod without a claim has none: all objects were looked at.
+    /// From now on a missing claim is final: all objects were reconciled once.
     pub fn settle(&self) {
         self.0.inner.lock().settled = true;
     }
@@ -163,7 +163,7 @@ impl Directory {
         *self.0.inner.lock() = Inner::default();
     }
 
-    /// An answer for anyone who asks before all objects were looked at.
+    /// The response before all objects were reconciled once.
     pub(super) fn settled(&self) -> Result<(), Rejection> {
         self.0.inner.lock().settled()
     }

@@ -64,7 +64,7 @@ pub struct Enrollment {
     pub lifetime: Duration,
 }
 
-/// Renews the own certificate of anyone who holds the authority, as early as agents renew theirs. Ends with its task only.
+/// Renews the certificate of the authority's own process, as early as agents renew theirs. Runs until its task is dropped.
 pub async fn keep_certified(ca: Arc<Ca>, identity: Identity, who: PeerIdentity, lifetime: Duration) {
     loop {
         sleep(lifetime / 3).await;
@@ -92,7 +92,7 @@ async fn enroll(
     Valid(request): Valid<EnrollRequest>,
 ) -> Result<Json<EnrollResponse>, Failed<Rejection>> {
     let peer = peer.map(|Extension(peer)| peer);
-    // Before its token is looked at: a review costs the API server a call.
+    // Before its token is checked: a review costs the API server a call.
     enrollment.directory.settled()?;
     let pod_uid = &request.incarnation.pod_uid;
     // A pod may be labelled before its object is made: its agent asks again.

@@ -1,5 +1,5 @@
-//! What a coordinator needs of the world around it: a place to write the epoch, and people to tell. The controller puts Kubernetes
-//! after these, `weightsync local` a file and the terminal.
+//! The outside interfaces of a coordinator: a store for the epoch, and a sink for Events. The controller implements them with Kubernetes,
+//! `weightsync local` with a file and the terminal.
 
 use async_trait::async_trait;
 
@@ -24,7 +24,7 @@ pub trait EpochStore: Send + Sync {
     async fn persist(&self, id: &EpochId) -> Result<(), PersistError>;
 }
 
-/// Something to tell people.
+/// An Event for users.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub struct CoordinatorEvent {
@@ -36,6 +36,6 @@ pub struct CoordinatorEvent {
 
 /// Tells people, best effort.
 pub trait EventSink: Send + Sync {
-    /// Must not block; what cannot be informed is dropped.
+    /// Must not block; an Event that cannot be sent is dropped.
     fn publish(&self, event: CoordinatorEvent);
 }

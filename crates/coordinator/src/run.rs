@@ -1,5 +1,5 @@
 //! The task of one object: takes announcements, agents' events, outcomes of calls, wishes and time, one after another, and does what
-//! membership decides. It never blocks on an agent; what it owns no one else touches.
+//! membership decides. It never blocks on an agent, and it alone owns its state.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, OnceLock};
@@ -28,8 +28,8 @@ use weightsync_net::https::AgentClient;
 const ANNOUNCEMENTS: usize = 256;
 /// Lines of all agents that wait; a full queue slows the readers down, not this task.
 const LINES: usize = 1024;
-/// Lives of one endpoint that are listened to at once: the one that ends, and the one that takes its place. A pod that invents more cannot
-/// exhaust memory.
+/// Incarnations of one endpoint with a connection at once: the one that ends, and its successor. A pod that invents more cannot exhaust
+/// memory.
 const LIVES_OF_AN_ENDPOINT: usize = 2;
 
 /// Deadlines of the coordinator's own. Those of members are in [`MembershipConfig`].
@@ -49,7 +49,7 @@ impl Default for Timing {
     }
 }
 
-/// What anyone who plans wants of the object now. Only the latest counts.
+/// The planner's desired state of the object. Only the latest counts.
 #[derive(Debug, Clone, PartialEq)]
 #[allow(missing_docs)]
 pub struct Wanted {
@@ -65,7 +65,7 @@ pub struct Wanted {
 #[allow(missing_docs)]
 pub struct Context {
     pub client: AgentClient,
-    /// Where announcements come from; the coordinator adds its object, anyone who owns the object claims pods and removes it.
+    /// Where announcements come from; the coordinator adds its object; the owner of the object claims pods and removes it.
     pub directory: Directory,
     pub store: Arc<dyn EpochStore>,
     pub events: Arc<dyn EventSink>,
@@ -75,13 +75,13 @@ pub struct Context {
 /// How a coordinator ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Ended {
-    /// It was asked to stop; the group goes on.
+    /// It was stopped; the group continues.
     Cancelled,
     /// Another leader decides.
     SteppedDown(String),
 }
 
-/// A running coordinator. Dropping it stops it; the group goes on.
+/// A running coordinator. Dropping it stops it; the group continues.
 pub struct CoordinatorHandle {
     /// What status needs.
     pub view: watch::Receiver<MembershipView>,
@@ -112,7 +112,7 @@ impl CoordinatorHandle {
         !self.task.is_finished()
     }
 
-    /// Why it stopped deciding, for a person; none while it runs, and when it was asked to stop.
+    /// Why it stopped deciding, as text; `None` while it runs, and if it was stopped.
     pub fn stepped_down(&self) -> Option<&str> {
         self.stepped_down.get().map(String::as_str)
     }
@@ -147,7 +147,7 @@ pub struct Coordinator {
 struct Agent {
     address: String,
     attachment: Option<Attachment>,
-    /// Whether it informed of itself.
+    /// Whether it reported its state.
     reported: bool,
 }
 
@@ -160,7 +160,7 @@ impl Coordinator {
         context.directory.add(&wanted.config.weightsync, wanted.config.created, announcement_sender);
         let (line_sender, lines) = mpsc::channel(LINES);
         let view = watch::Sender::new(membership.view());
-        // Nothing of `wanted` was asked to membership yet but its rules.
+        // Membership has only the policies of `wanted` so far.
         let statements = Statements::new(&wanted.config.weightsync);
         let applied = Wanted { config: wanted.config.clone(), members: None, suspend: false, delete: false };
         let wanted_sender = watch::Sender::new(wanted);
@@ -228,7 +228,7 @@ impl Coordinator {
         }
     }
 
-    /// Before anything else is decided: no one's time is over while agents still come back to this controller.
+    /// Before all other decisions: no member's wait ends while agents still reconnect to this controller.
     fn others_came_back(&self) -> Option<Observation> {
         let arrival = self.context.directory.last_arrival().filter(|_| self.membership.waits_for_earlier_group())?;
         Some(Observation::ComingBack { at: self.clock.at(arrival) })
@@ -306,7 +306,7 @@ impl Coordinator {
         let of_pod = self.agents.keys().filter(|other| other.pod_uid == from.pod_uid && **other != from).count();
         let most = self.most_lives(&from.pod_uid);
         if of_pod >= most {
-            // Lives that ended leave their address after; the living ones stay.
+            // Remove the addresses of ended incarnations; keep those of live ones.
             self.agents.retain(|other, agent| other.pod_uid != from.pod_uid || agent.attachment.is_some());
             if self.agents.keys().filter(|other| other.pod_uid == from.pod_uid && **other != from).count() >= most {
                 tracing::warn!(pod = %announcement.pod, "{most} agents of the pod are listened to; not listening to another");

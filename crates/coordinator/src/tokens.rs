@@ -1,9 +1,9 @@
 //! Tokens for agents that have no projected one: each is made for one pod, ends soon, and belongs to the first key that shows it. Only digests
 //! are kept.
 //!
-//! Such a token stands in the pod's environment, where anyone who may read pods sees it. So it is taken from the pod's own addresses only; the
-//! same key may show it again, because an answer can be lost; and a second key proves a theft, anyone who came first: both are refused from then
-//! on.
+//! Such a token is in the pod's environment, where every user who may read pods sees it. So it is accepted from the pod's own addresses
+//! only. The same key may use it again, because a response can be lost. A second key proves a theft, whichever came first: both are refused
+//! from then on.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -24,7 +24,7 @@ use weightsync_net::identity::KeyDigest;
 const MAX_OPEN: usize = 4096;
 /// Keys that were revoked; beyond that the ones that were revoked first are forgotten.
 const MAX_REVOKED: usize = 4096;
-/// Marks these tokens, so that they can be distinguished from a cluster's.
+/// Prefix of these tokens, which distinguishes them from a cluster's.
 const PREFIX: &str = "wst1-";
 
 /// Called with the pod whose token was shown with a second key.
@@ -78,7 +78,7 @@ impl SingleUseTokens {
         token
     }
 
-    /// Whether a token is of this kind, anyone who made it.
+    /// Whether a token is of this kind.
     pub fn is_one(token: &str) -> bool {
         token.starts_with(PREFIX)
     }

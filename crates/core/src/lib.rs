@@ -1,8 +1,8 @@
-//! The decisions of WeightSync, without anything that happens: no kube, no tokio, no clock, no file but a checkpoint's.
+//! The decisions of WeightSync, without side effects: no kube, no tokio, no clock, no files except checkpoints.
 //!
-//! What a version is ([`weights`]), what members say to each other ([`protocol`]), which pods form a group and with which ranks
-//! ([`plan`]), and when a group is formed, fenced and formed again ([`membership`]). Each takes facts and returns a decision; the crates
-//! above carry it out. Nothing here may wait, log, or ask what time it is.
+//! Versions ([`weights`]), the messages between members ([`protocol`]), which pods form a group with which ranks ([`plan`]), and when a
+//! group is formed, fenced and formed again ([`membership`]). Each takes facts and returns decisions; the crates above act on them. Nothing
+//! here may wait, log, or read a clock.
 
 pub mod membership;
 pub mod plan;

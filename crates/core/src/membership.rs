@@ -1,17 +1,18 @@
 //! When a group is formed, fenced and formed again.
 //!
-//! Pure: observations and a clock value in, decisions out. Never waits, never sends: `coordinator` carries the decisions out. It never
-//! trusts what an earlier life of a member, an older epoch or another object says, and it leaves what works alone.
+//! Pure: observations and a clock value in, decisions out. Never waits, never sends: `coordinator` acts on the decisions. It never trusts
+//! messages of an earlier incarnation of a member, of an older epoch or of another object, and it does not disturb a working group.
 //!
-//! Everything is judged from what is known now, not from what just happened ([`Observation`]s are facts, and each can be repeated): after
-//! each step the same questions are asked in the same order, so a message that was lost costs time and nothing else.
+//! It decides from the known state, not from the latest event ([`Observation`]s are facts, and each can be repeated). After each step it
+//! makes the same checks in the same order, so a lost message costs only time.
 //!
-//! 1. `agents`: who can be spoken with, and which life speaks for a member.
-//! 2. `proven`: which versions exist. `canary`: which version most refuse; `version`: which one enough replicas hold; `target`: which one the spec asks for.
-//! 3. `preflight`: whose edges hold up all others. `assess`: who could be in a group, and why the others could not.
-//! 4. `need`: whether the group is as it should be; if not, why, and when a new one is due.
+//! 1. `agents`: which agents are reachable, and which incarnation represents a member.
+//! 2. `proven`: which versions exist. `canary`: which version most replicas refuse; `version`: which one enough replicas hold; `target`:
+//!    the target of the spec.
+//! 3. `preflight`: members whose edges slow all others. `assess`: which members are eligible for a group, and why the others are not.
+//! 4. `need`: whether the group must change, why, and when a new one is due.
 //! 5. `forming`: the new epoch is written, prepared, committed.
-//! 6. `ending`: anyone who is in an epoch that is over is informed.
+//! 6. `ending`: agents in an ended epoch are notified.
 
 mod adopt;
 mod agents;
@@ -56,11 +57,11 @@ use group::{Forming, Group};
 use proven::Proven;
 use updates::Updates;
 
-/// How often one step may change its mind; more would be a circle.
+/// Most iterations of one step; more would be an endless loop.
 const MOVES: usize = 64;
 
-/// How far an epoch that an agent reports may lie above the last one that a controller wrote. Status may have been restored from a backup, so
-/// a higher number is believed; a number that no controller can have written is not.
+/// How far an agent's reported epoch may be above the last one that a controller wrote. Status may have been restored from a backup, so a
+/// higher number is accepted; a number that no controller can have written is not.
 const EPOCHS_AHEAD: u64 = 1 << 20;
 
 /// Membership of one object. One owner calls [`step`](Self::step) for each observation, in the order of their arrival.
@@ -72,9 +73,9 @@ pub struct Membership {
     now: u64,
     /// When the next step is due at the latest.
     wake: Option<u64>,
-    /// Until when agents of an earlier controller's group are waited for; unset before the first step.
+    /// End of the wait for agents of an earlier controller's group; unset before the first step.
     adopt_until: Option<u64>,
-    /// No word of a member moves that further than this.
+    /// Latest possible end of that wait.
     adopt_most: u64,
     /// Whether there was an epoch before this controller.
     had_epoch: bool,
@@ -82,7 +83,7 @@ pub struct Membership {
     epoch: u64,
     /// The highest epoch that a controller wrote, as far as this one read or wrote it.
     written: u64,
-    /// Epochs up to this one are over.
+    /// Epochs up to this one have ended.
     over: u64,
     /// Versions that sources announced.
     proven: Proven,
@@ -91,7 +92,7 @@ pub struct Membership {
     highest: u64,
     /// Versions that most replicas refused, with what they measured where this controller counted.
     refused: BTreeMap<Version, String>,
-    /// The version that the spec names, or that a refused one is left for, once somebody was found to keep it.
+    /// The version to go back to (from the spec, or after a refusal), once a member that keeps it was found.
     target: Option<HeldVersion>,
     planned: bool,
     candidates: Vec<Arc<Candidate>>,
@@ -103,13 +104,13 @@ pub struct Membership {
     forming: Option<Forming>,
     /// Why the next group is due at once.
     urgent: Option<Reason>,
-    /// Since when a first group would make sense.
+    /// Since when a first group would be useful.
     viable_since: Option<u64>,
     /// Since when members that are not in the group could be, and which version was current then.
     waiting: BTreeMap<MemberName, (u64, Option<u64>)>,
-    /// Since when a member of the group lacks the version while no one brings it.
+    /// Since when a member of the group lacks the version without being fed.
     lack_since: Option<u64>,
-    /// Epochs made for members that lack the version, since no one lacked it.
+    /// Epochs made for members that lack the version, since none lacked it.
     repairs: u32,
     last_offsets: BTreeMap<MemberName, u32>,
     suspended: bool,
@@ -118,13 +119,13 @@ pub struct Membership {
     stopped: Option<String>,
     /// Whether the last step that was due came late.
     overslept: bool,
-    /// What was seen after the last step.
+    /// The view after the last step.
     view: MembershipView,
     out: Vec<Decision>,
 }
 
 impl Membership {
-    /// Starts with what was known before. Decides nothing until the first `Candidates`.
+    /// Starts with the restored state. Decides nothing until the first `Candidates`.
     pub fn new(config: MembershipConfig, restored: Restored) -> Self {
         let mut membership = Self {
             config,
@@ -145,7 +146,7 @@ impl Membership {
                 .fold(restored.highest, u64::max),
             proven: Proven::default(),
             version: restored.version,
-            refused: restored.refused.into_iter().map(|number| (number, "as its Event said".to_owned())).collect(),
+            refused: restored.refused.into_iter().map(|number| (number, "see its Event".to_owned())).collect(),
             target: None,
             planned: false,
             candidates: Vec::new(),
@@ -182,7 +183,7 @@ impl Membership {
         &self.view
     }
 
-    /// Takes one observation at the time `now_ms` (any clock that never goes back) and tells what is to be done.
+    /// Takes one observation at the time `now_ms` (any monotonic clock) and returns the decisions.
     pub fn step(&mut self, now_ms: u64, observation: Observation) -> Vec<Decision> {
         if self.stopped.is_some() {
             return Vec::new();
@@ -196,7 +197,7 @@ impl Membership {
         std::mem::take(&mut self.out)
     }
 
-    /// A heartbeat of an agent that is well changes nothing but its limit; with a thousand agents it is most of what happens.
+    /// Fast path: a heartbeat of a healthy agent changes only its silence limit; with a thousand agents these are most observations.
     fn is_only_a_heartbeat(&mut self, now_ms: u64, observation: &Observation) -> bool {
         let Observation::Alive { from } = observation else { return false };
         let silent = self.agents.get(from).is_some_and(|agent| matches!(agent.link, agents::Link::Silent(_)));
@@ -212,8 +213,8 @@ impl Membership {
         self.wake.filter(|_| self.stopped.is_none())
     }
 
-    /// Time goes on. Time in which no one called us is not held against members: their answers may lie in the queue, and have half a
-    /// silence to come out of it. (Only once in a row, or anyone who always comes late would never find anybody silent.)
+    /// Advances the time. Time without a call is not counted as silence: the members' responses may be in the queue, and get half a silence
+    /// limit to arrive. (Only once in a row; otherwise a caller that is always late would never find a silent member.)
     fn set_clock(&mut self, now_ms: u64) {
         let now = self.now.max(now_ms);
         let tolerated = self.config.agent_silence_ms / 2;
@@ -235,7 +236,7 @@ impl Membership {
         }
     }
 
-    /// Asks all questions until nothing changes any more.
+    /// Repeats all checks until nothing changes.
     fn settle(&mut self) {
         self.wake = None;
         let assessment = self.decide();
@@ -244,7 +245,7 @@ impl Membership {
         self.tell_degradations(&before.degraded);
     }
 
-    /// Decides; tells how everybody was judged in the end.
+    /// Decides; returns the final assessment.
     fn decide(&mut self) -> assess::Assessment {
         if self.stopped.is_some() {
             return self.assess();
@@ -312,7 +313,7 @@ impl Membership {
         }
     }
 
-    /// Whether a time has come; otherwise makes sure that a step is taken then.
+    /// Whether a time has come; otherwise schedules a step for it.
     fn due(&mut self, at: u64) -> bool {
         if self.now >= at {
             return true;
@@ -329,8 +330,8 @@ impl Membership {
         self.out.push(Decision::Event { reason, message: message.into(), member, warning });
     }
 
-    /// UIDs of the pods that a member has in the group, in the round, or else by what is wanted: a loss is heard of when its successor
-    /// may be known already.
+    /// UIDs of a member's pods: from the group, from the round, or else from the plan. A loss may be observed when the successor is known
+    /// already.
     fn pods_of(&self, member: &MemberName) -> std::collections::BTreeSet<String> {
         let grouped = self.group.iter().flat_map(|group| &group.candidates);
         let forming = self.forming.iter().flat_map(|forming| match forming {
@@ -341,7 +342,7 @@ impl Membership {
         found.map_or_else(Default::default, |candidate| candidate.pods.iter().map(|pod| pod.uid.clone()).collect())
     }
 
-    /// Holds a failure against one member, and tells people.
+    /// Records a failure of a member, and creates an Event.
     fn strike(&mut self, member: &MemberName, weight: Weight, reason: Reason, message: &str) {
         let failure = Failure { member, pods: self.pods_of(member), weight, reason, message };
         self.backoff.strike(self.now, self.config.backoff, failure);

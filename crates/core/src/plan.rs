@@ -1,7 +1,7 @@
 //! Which pods form a group, in which order, with which ranks.
 //!
-//! Pure: pods, specs and engine facts in; candidates, a roster and reasons out. Never waits, never asks anybody, and never guesses:
-//! what cannot be decided is named.
+//! Pure: pods, specs and engine facts in; candidates, a roster and reasons out. Never waits, never makes a call, and never guesses: what
+//! cannot be decided is named.
 //!
 //! How a plan comes about, one file a step:
 //!

@@ -1,7 +1,7 @@
-//! What controller, agents, engines' simulators and the trainer's client say to each other.
+//! The messages between controller, agents, engines' simulators and the trainer's client.
 //!
-//! Types only, with their serialised form. Decides nothing; knows no socket, no clock, no Kubernetes.
-//! Every message that acts on a group carries its [`EpochId`], so that the receiver can refuse what is stale.
+//! Types only, with their serialised form. Decides nothing; knows no socket, no clock, no Kubernetes. Every message that acts on a group
+//! carries its [`EpochId`], so that the receiver can refuse stale ones.
 
 mod canary;
 mod client;

@@ -1,4 +1,4 @@
-//! An engine behind the calls of its server: looks, installs and what follows them, once for all kinds.
+//! An engine on top of its server's calls: health checks, installs and their steps, once for all kinds.
 //!
 //! Decides who may change the engine (one at a time) and what a look says. An install is a [`session::Session`], fed in one of four ways: a
 //! directory ([`install`]), host memory ([`host`]), GPU memory or the engine's own group ([`device`]). An engine that may hold half an update is
@@ -41,18 +41,18 @@ use super::{
 use weightsync_core::protocol::{CanaryPolicy, EngineFacts, HeldVersion, KvCachePolicy, MixedWindow, PausePolicy};
 use weightsync_core::weights::{Section, TensorSpec};
 
-/// An engine behind its [`Server`] calls. Clones share it.
+/// An engine on top of its [`Server`] calls. Clones share it.
 pub(super) struct Adapter<S>(Arc<Inner<S>>);
 
 struct Inner<S> {
     server: S,
-    /// The checkpoint that the server was started with, as this process sees it: as we were informed, or else the path that the server
-    /// names, if there is one here.
+    /// The checkpoint that the server was started with, as this process sees it: from the settings, or else the path that the server names,
+    /// if there is one here.
     served_model: parking_lot::Mutex<Result<PathBuf, String>>,
     /// Where processes are seen.
     processes: PathBuf,
     start: StartWatch,
-    /// Held by anyone who changes the engine: two installs, or an install and a resume, must not meet.
+    /// Held during each change of the engine: two installs, or an install and a resume, must not overlap.
     turn: Arc<Mutex<()>>,
     group: LastGroup,
     proven: Proven,
@@ -62,7 +62,7 @@ struct Inner<S> {
 }
 
 impl<S: Server> Adapter<S> {
-    /// `record` is the place of its record; what else is kept next to it.
+    /// `record` is the path of its record; other files are kept next to it.
     pub(super) fn new(server: S, served_model: Option<PathBuf>, record: Option<&Path>, processes: PathBuf) -> Self {
         let served_model = served_model.ok_or_else(|| "the engine was not asked for its checkpoint yet".to_owned());
         let inner = Inner {
@@ -126,7 +126,7 @@ impl<S: Server> Inner<S> {
             let wait = Duration::from_millis(50);
             match tried {
                 Ok(false) => return Ok(()),
-                // An engine that is gone is not paused, and one that is gone for good will not answer a second time either.
+                // An engine that is gone is not paused, and will not respond a second time either.
                 Err(error @ EngineError::Unreachable { .. }) => return Err(error),
                 Err(error) if until.left() <= wait => return Err(error),
                 Ok(true) if until.left() <= wait => {
@@ -141,7 +141,7 @@ impl<S: Server> Inner<S> {
     async fn health(&self, until: Until) -> Result<Health, EngineError> {
         let judged = async {
             let (before, start) = self.sight(until).await?;
-            // While we have the turn, no sleep of ours is taken for somebody else's; one that holds half an update is ours to wake.
+            // With the lock held, our own sleep is not taken for another client's. An engine with half an update may be woken here.
             let start = match self.turn.try_lock() {
                 Ok(_turn) if !before.is_half() => self.look_whether_it_sleeps(until).await.map(|_| self.start.last())?,
                 _ => start,
@@ -167,7 +167,7 @@ impl<S: Server> Inner<S> {
         Ok(sleep.now)
     }
 
-    /// Asks the front, then the engine behind it: one token, or what it is while it is paused.
+    /// Checks the HTTP front, then the engine core: one token, or its state while it is paused.
     async fn is_stuck(&self, until: Until) -> bool {
         if self.start.is_asleep() {
             return false;
@@ -177,7 +177,7 @@ impl<S: Server> Inner<S> {
         }
         let asked = match self.server.is_paused(until).await {
             Ok(false) => self.server.generate(until).await,
-            // Which of the two goes by way of the engine differs: SGLang's scheduler tells the start, vLLM's core what it holds.
+            // Which of the two passes the engine core differs: SGLang's scheduler reports the start, vLLM's core the version.
             Ok(true) => match self.server.fingerprint(until).await {
                 Ok(_) => self.server.holding(until).await.map(drop),
                 Err(error) => Err(error),

@@ -39,7 +39,7 @@ pub(super) fn answer(reply: Reply, kind: &str, needs: &str) -> Result<Answer, En
     }
 }
 
-/// What an answer is worth: one that was cut off by somebody says nothing.
+/// The judgement of an answer: one that another client cut off has no result.
 pub(super) fn answered(
     answer: Answer,
     log_probs: Option<LogProbs>,
@@ -57,7 +57,7 @@ pub(super) fn answered(
     }
 }
 
-/// Whether these log-probs are what the object expects; else what was measured, for a person.
+/// Whether these log-probs are within the object's range; else the measurement, as text.
 pub(super) fn judge(canary: &CanaryPolicy, log_probs: &[Option<f64>]) -> Result<(), String> {
     let (least, greatest) = (f64::from(canary.least_log_prob_milli) / 1000.0, f64::from(canary.greatest_log_prob_milli) / 1000.0);
     let expected = format!("expected is {least} to {greatest}");

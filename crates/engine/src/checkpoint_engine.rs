@@ -28,7 +28,7 @@ use weightsync_torch::{Device, Piece, SharedTensor, checkpoint_engine_bucket};
 const LONGEST_PATH: usize = 108;
 /// Between two looks whether the worker has connected.
 const CONNECTING: Duration = Duration::from_millis(2);
-/// Longest wait for the engine's own words after it said no.
+/// Longest wait for the engine's error text after it refused.
 const LAST_WORDS: Duration = Duration::from_secs(2);
 /// Part of an engine's error that ours shows, in characters, from its end: tracebacks say what happened in their last line.
 const SHOWN: usize = 512;
@@ -40,10 +40,10 @@ struct Channel {
     socket: ReqSocket,
 }
 
-/// The call by which an engine's workers are asked to connect; ends when they are done.
+/// The call that makes an engine's workers connect; ends when they are done.
 pub(super) type Call = BoxFuture<'static, Result<(), EngineError>>;
 
-/// What comes after a message.
+/// What follows a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Then {
     More,
@@ -72,7 +72,7 @@ impl ParameterServer {
             what,
             next_step: "give the agent and the engine one directory with a short path that both may use".into(),
         };
-        // Anybody may connect who knows the name, which no one can list: the engine may run as another user.
+        // Any process that knows the name may connect, because the engine may run as another user; the name cannot be listed.
         let made = std::fs::DirBuilder::new().recursive(true).mode(0o711).create(folder);
         made.map_err(|error| cannot(format!("{} cannot be made: {error}", folder.display())))?;
         let (mut channels, mut handles) = (Vec::new(), serde_json::Map::new());
@@ -153,13 +153,13 @@ impl ParameterServer {
     pub(super) async fn fail(&mut self, reason: &str, until: Until) {
         let reason: String = reason.chars().take(SHOWN).collect();
         let error = Value::Call(Box::new(Value::Global("builtins", "RuntimeError")), vec![Value::text(reason)]).pickle();
-        let reported = self.channels.iter_mut().map(|channel| async {
-            // A worker that is in the middle of a bucket must answer before it can be informed anything.
+        let notified = self.channels.iter_mut().map(|channel| async {
+            // A worker in the middle of a bucket must answer before it can get another message.
             let _answer = channel.socket.recv().await;
             let _sent = channel.socket.send(Bytes::from(error.clone()).into()).await;
         });
-        let reported = futures::future::join_all(reported);
-        let _late = tokio::time::timeout(LAST_WORDS.min(until.left() / 4), reported).await;
+        let notified = futures::future::join_all(notified);
+        let _late = tokio::time::timeout(LAST_WORDS.min(until.left() / 4), notified).await;
         let _ended = self.ended(until.at_most(LAST_WORDS.min(until.left() / 4))).await;
         if let Some(call) = self.call.take() {
             call.abort();
@@ -180,7 +180,7 @@ impl ParameterServer {
                 return Err(match ended {
                     Ok(Err(error)) => error,
                     Ok(Ok(())) if then == Then::End => return Ok(()),
-                    Ok(Ok(())) => self.not_success("it said that all was loaded while buckets were still to come"),
+                    Ok(Ok(())) => self.not_success("it reported that all was loaded before all buckets were sent"),
                     Err(ended) => self.not_success(&format!("its call ended: {ended}")),
                 });
             }

@@ -1,8 +1,8 @@
 //! Feeding an engine from GPU memory: buckets that lie on the engine's own GPUs, handed over one by one while others still arrive.
 //!
-//! The second way into an engine next to a directory ([`super::Engine::install`]), under the same rules: from the first bucket on the engine
-//! may hold a mixture, it is marked before that, and it runs again only after every tensor was handed over once and the engine confirmed
-//! its last step. Decides nothing about who may be fed so; the adapters say that, from what is proven for a server.
+//! The second route into an engine, in addition to a directory ([`super::Engine::install`]), under the same rules: from the first bucket on
+//! the engine may hold a mixture, it is marked before that, and it runs again only after every tensor was handed over once and the engine
+//! confirmed its last step. Decides nothing about who may be fed so; the adapters say that, from what is proven for a server.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -56,7 +56,7 @@ pub struct DevicePlace {
     pub allocation_bytes: u64,
     /// First byte of the bucket in the allocation; a multiple of 64.
     pub offset: u64,
-    /// An event of the same worker. An engine that reads after its own answer records it when it has read.
+    /// An event of the same worker. An engine that reads after its response records it when it has read.
     pub event: Option<IpcHandle>,
 }
 
@@ -99,13 +99,14 @@ pub trait DeviceInstall: Send {
         false
     }
 
-    /// Pauses and marks the engine, as the first bucket does otherwise. After an error the install is over, and its weights are untouched.
+    /// Pauses and marks the engine, as the first bucket does otherwise. After an error the install has ended, and its weights are
+    /// untouched.
     async fn open(&mut self) -> Result<(), InstallError> {
         Ok(())
     }
 
-    /// Hands one bucket over, in the order of the layout. Returns when the engine took it. The first call pauses and marks the engine. After
-    /// an error the install is over, and what the error says of the engine is final.
+    /// Hands one bucket over, in the order of the layout. Returns when the engine took it. The first call pauses and marks the engine.
+    /// After an error the install has ended, and the engine's state in the error is final.
     async fn bucket(&mut self, bucket: DeviceBucket) -> Result<Released, InstallError>;
 
     /// All was handed over and is what the manifest says: the engine takes its last step and runs. Errors as of [`super::Engine::install`].

@@ -1,4 +1,4 @@
-//! A witness that does not depend on the engine's word: the kernel says whether anybody opened the weight files of a version.
+//! Evidence that does not depend on the engine's report: the kernel shows whether a process opened the weight files of a version.
 //!
 //! An engine that acknowledges a load without reading anything (lightseekorg/tokenspeed#1373: "reports success without transferring")
 //! is found here. Decides only "at least one weight file was opened"; that the bytes were right is for digests and log-probs to show.

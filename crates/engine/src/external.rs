@@ -1,7 +1,8 @@
-//! An engine that the user's own data plane feeds (`delivery: External`): what is marked before, and what is proven behind.
+//! An engine that the user's own data plane feeds (`delivery: External`): the mark before, and the proof after the transfer.
 //!
-//! No agent sees these bytes, so nothing here says that the weights are right. What can be said: that it is the same start of the engine that
-//! was marked, that the engine reports the version that the trainer announced (where it says so), and that it generates a token.
+//! No agent sees these bytes, so nothing here proves that the weights are right. What can be proven: that it is the same start of the
+//! engine that was marked, that the engine reports the version that the trainer announced (where it says so), and that it generates a
+//! token.
 
 use std::time::Duration;
 

@@ -4,9 +4,9 @@
 //! (`_control_pause`, `_control_update_weights`, the 60 s of `_call_worker`), `worker/gpu_model_runner.py` (`sleep`, `wakeup`) and
 //! `rl/dynamic_weight_manager.py` of PaddlePaddle/FastDeploy; no server was run. Four of them shape this file: a sleep or wake-up with two
 //! tags ends at the first that has nothing to do, and says success; a wake-up lets the engine run by itself; it checks neither that all
-//! parameters came nor that a name is known; and a control call that took 60 s is answered with an error while the workers go on.
-//! `POST /v1/update_weights` moves weights by `checkpoint_transfer`, a library that is not public: it is called only where WeightSync's own
-//! takes that library's place ([`steps`]).
+//! parameters came nor that a name is known; and a control call that took 60 s is answered with an error while the workers continue. `POST
+//! /v1/update_weights` moves weights by `checkpoint_transfer`, a library that is not public: it is called only where WeightSync's own takes
+//! that library's place ([`steps`]).
 
 mod async_ipc;
 pub(crate) mod snapshot;
@@ -92,7 +92,7 @@ impl Fastdeploy {
         Strategy::of(self.process().as_ref())
     }
 
-    /// Where its model lies, as it says itself or as we were informed.
+    /// Path of its model, as it reports or from the settings.
     async fn model_directory(&self, until: Until) -> Result<PathBuf, EngineError> {
         let known = self.model_directory.lock().clone();
         if let Some(known) = known {
@@ -141,7 +141,7 @@ impl Fastdeploy {
         step.was_taken(answer.value(), ranks).map_err(|what| EngineError::NotSuccess { url: url.to_owned(), body: what })
     }
 
-    /// Whether its weights are there and its workers live.
+    /// Whether its weights are loaded and its workers live.
     async fn has_weights(&self, until: Until) -> Result<bool, EngineError> {
         let reply = self.http.get("/health", until).await?;
         match reply.status() {
@@ -195,7 +195,7 @@ impl Server for Fastdeploy {
     fn accepts(&self, pause: PausePolicy, kv_cache: KvCachePolicy) -> Result<(), EngineError> {
         if pause != PausePolicy::Abort {
             let what = match pause {
-                PausePolicy::External => "FastDeploy runs by itself after an update, so a pause of the trainer's would not hold",
+                PausePolicy::External => "FastDeploy resumes by itself after an update, so a pause by the trainer would not hold",
                 _ => "FastDeploy's pause ends running requests",
             };
             return Err(unsupported(what.into(), "set spec.update.pause to Abort for this pool"));
@@ -259,7 +259,7 @@ impl Server for Fastdeploy {
         };
         Ok(EngineFacts {
             kind: KIND.to_owned(),
-            // It does not tell; its control routes came with 2.6.
+            // It reports no version; its control routes came with 2.6.
             server_version: "2.6 or newer".to_owned(),
             size: u32::try_from(ranks).unwrap_or(u32::MAX),
             url: self.http.url().to_owned(),
@@ -331,8 +331,8 @@ impl Server for Fastdeploy {
         self.of_snapshot(until, move |snapshot| snapshot.stage(&from)).await.map(Some)
     }
 
-    /// The snapshot is replaced, and read: both tags asleep one by one, then both awake in one call, because a call with two tags ends at the
-    /// first that has nothing to do. It runs by itself then, so it is paused at once, until it was looked at.
+    /// The snapshot is replaced, and read: both tags asleep one by one, then both awake in one call, because a call with two tags ends at
+    /// the first that has nothing to do. It resumes by itself then, so it is paused at once, until it was checked.
     async fn load(&self, _: &Path, until: Until) -> Result<(), EngineError> {
         if matches!(self.strategy(), Strategy::Steps(_)) {
             return self.update(until).await;
@@ -350,7 +350,7 @@ impl Server for Fastdeploy {
         if self.has_weights(until).await? {
             return Ok(());
         }
-        let body = "it said that it woke up, and its workers have no weights".to_owned();
+        let body = "it reported that it woke up, but its workers have no weights".to_owned();
         Err(EngineError::NotSuccess { url: self.http.url().to_owned(), body })
     }
 

@@ -26,7 +26,7 @@ pub(super) trait Feed: Send {
     /// The engine's last step: post-processing, and letting go of our memory.
     async fn close(&mut self, until: Until) -> Result<(), EngineError>;
 
-    /// Ends it early and frees anyone who waits for us.
+    /// Ends it early and releases all waiting callers.
     async fn fail(&mut self, reason: &str, until: Until);
 }
 

@@ -1,9 +1,9 @@
 //! Whether a version is a whole replacement for the checkpoint that a server was started with.
 //!
 //! Engines do not say so themselves: vLLM 0.32 answers 200 to a directory that lacks a tensor, keeps the old values of a layer of its own
-//! and fills the rest of a fused one with uninitialised memory (seen; `model_loader/reload/layerwise.py` takes it for padding).
-//! It also copies integers into a parameter of floats, each as the number that it is (seen). Decides by names, shapes and element types from the
-//! two lists, before anything is touched; never looks at values.
+//! and fills the rest of a fused one with uninitialised memory (seen; `model_loader/reload/layerwise.py` takes it for padding). It also
+//! copies integers into a parameter of floats, each as the number that it is (seen). Decides by names, shapes and element types from the
+//! two lists, before anything is touched; never reads values.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -48,7 +48,7 @@ pub fn same_tensors(before: &[TensorSpec], version: Version, offered: &[TensorSp
     })
 }
 
-/// `tie_word_embeddings` of the model's `config.json`; untied where it is not said.
+/// `tie_word_embeddings` of the model's `config.json`; untied if it is missing.
 fn is_tied(served: &Path) -> bool {
     let config = std::fs::read(served.join("config.json")).unwrap_or_default();
     let config: serde_json::Value = serde_json::from_slice(&config).unwrap_or_default();

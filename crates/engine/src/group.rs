@@ -1,9 +1,9 @@
 //! Groups that an engine joins by itself: what its server says about that, and the calls by which it joins, receives and leaves.
 //!
-//! The third way into an engine next to a directory and this agent's GPU memory, under the same rules: the engine is marked before a weight is
-//! touched, and it runs again only after every bucket was taken and the engine confirmed its last step. The agent moves no byte: the
-//! source's GPU worker broadcasts, the engine's own workers receive. An engine that does not answer is never waited for beyond a deadline;
-//! whether it is stuck for good is judged by the one token that [`super::Engine::health`] and the end of an install ask for.
+//! The third route into an engine, in addition to a directory and this agent's GPU memory, under the same rules: the engine is marked
+//! before a weight is touched, and it runs again only after every bucket was taken and the engine confirmed its last step. The agent moves
+//! no byte: the source's GPU worker broadcasts, the engine's own workers receive. An engine that does not answer is never waited for beyond
+//! a deadline; whether it is stuck is judged by the one token that [`super::Engine::health`] and the end of an install request.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -46,23 +46,23 @@ pub struct GroupJoined {
 /// before it.
 #[async_trait]
 pub trait EngineGroup: Send + Sync {
-    /// Asks the server whether and how it can join. What it cannot do is said in [`GroupFacts::why_not`].
+    /// Checks whether and how the server can join. [`GroupFacts::why_not`] has the obstacle.
     async fn facts(&self, deadline: Duration) -> Result<GroupFacts, EngineError>;
 
-    /// Leaves the group it was in, then joins this one. `Ok` is the engine's own word: for a store it means that its ranks said hello there,
-    /// not that a communicator exists.
+    /// Leaves the group it was in, then joins this one. `Ok` is the engine's own report: for a store it means that its ranks connected
+    /// there, not that a communicator exists.
     async fn join(&self, join: &GroupJoin, deadline: Duration) -> Result<GroupJoined, EngineError>;
 
     /// Leaves the group that it was in, if any. Rank 0 must have aborted its communicator: leaving is a rendezvous otherwise.
     async fn leave(&self, deadline: Duration) -> Result<(), EngineError>;
 
-    /// Whether its server queues the request for a bucket after the one that it works on. Where it does, that request is made as soon as it is
-    /// asked for, see [`begin`](Self::begin).
+    /// Whether its server queues the request for a bucket after the one that it works on. Where it does, that request is made as soon as it
+    /// is asked for, see [`begin`](Self::begin).
     fn ahead(&self) -> bool;
 
-    /// Begins an install from the group that it joined last. Nothing is changed before [`DeviceInstall::open`]; places of buckets are empty.
-    /// `asked` is the highest sequence that rank 0 asked for: it asks for a bucket when the one before it was broadcast, so anyone who works
-    /// [`ahead`](Self::ahead) may be informed of it while it still loads that one.
+    /// Begins an install from the group that it joined last. Nothing is changed before [`DeviceInstall::open`]; places of buckets are
+    /// empty. `asked` is the highest sequence that rank 0 asked for: it asks for a bucket when the one before it was broadcast, so an
+    /// engine that works [`ahead`](Self::ahead) may get it while it still loads that one.
     async fn begin(&self, job: &DeviceJob, asked: watch::Receiver<Option<u32>>) -> Result<Box<dyn DeviceInstall>, InstallError>;
 }
 
@@ -71,7 +71,7 @@ pub trait EngineGroup: Send + Sync {
 pub(super) trait GroupServer: Send + Sync {
     async fn facts(&self, until: Until) -> Result<GroupFacts, EngineError>;
 
-    /// Leaves the group of that name; an engine that is in none is no error. Without a name: whatever it is in, where that can be said.
+    /// Leaves the group of that name; an engine that is in none is no error. Without a name: the group that it is in, if that is known.
     async fn leave(&self, name: Option<&str>, until: Until) -> Result<(), EngineError>;
 
     async fn join(&self, join: &GroupJoin, until: Until) -> Result<(), EngineError>;
@@ -92,7 +92,7 @@ pub(super) trait GroupServer: Send + Sync {
 
 #[async_trait]
 pub(super) trait GroupFeed: Send + Sync {
-    /// Whether somebody else's update was found open and closed: the engine may hold a mixture before anything was sent.
+    /// Whether another client's update was found open and closed: the engine may hold a mixture before anything was sent.
     fn found_open(&self) -> bool;
 
     /// Has the engine enter the broadcast of these tensors; ends when it says that it took them. `last` is for the last broadcast of the update.
@@ -145,7 +145,7 @@ pub(super) struct FromGroup {
     /// Longest wait for one bucket, and the end of the whole.
     silence: Duration,
     whole: Until,
-    /// The bucket after the one that the engine works on, which the engine was informed of already.
+    /// The bucket after the one that the engine works on, which was requested already.
     next: Option<(u32, Entering)>,
     section: Section,
 }
@@ -167,7 +167,7 @@ impl FromGroup {
         Ok(Self { layout, feed, touched, asked, silence, whole: until, next: None, section: Section::Model })
     }
 
-    /// Tells the engine of a bucket. It goes on by itself.
+    /// Requests that the engine receives a bucket. It continues by itself.
     fn enter(&mut self, sequence: u32, until: Until) -> Result<Entering, EngineError> {
         let none = || EngineError::Unsupported { what: format!("there is no bucket {sequence}"), next_step: "report this".into() };
         let bucket = self.layout.bucket(sequence).ok_or_else(none)?;
@@ -229,18 +229,18 @@ impl Feed for FromGroup {
     }
 
     async fn fail(&mut self, _: &str, until: Until) {
-        // It is in a broadcast that rank 0 carries to its end. Were it said before that this engine failed, rank 0 would abort, and an engine
-        // that is left in a broadcast may never come out of it.
+        // It is in a broadcast that rank 0 completes. If this engine's failure were reported before, rank 0 would abort, and an engine that
+        // is left in a broadcast may never come out of it.
         if let Some((sequence, entered)) = self.next.take()
             && !matches!(tokio::time::timeout(until.left(), entered).await, Ok(Ok(Ok(()))))
         {
-            tracing::warn!(sequence, "the bucket after the one that failed did not end well either");
+            tracing::warn!(sequence, "the bucket after the failed one failed too");
         }
         self.feed.fail(until).await;
     }
 }
 
-/// Waits until the bucket after this one is asked for; for ever where no one is reported ahead.
+/// Waits until the bucket after this one is requested; without end if engines do not work ahead.
 async fn next_is_asked_for(asked: Option<&mut watch::Receiver<Option<u32>>>, sequence: u32) {
     if let Some(asked) = asked
         && asked.wait_for(|asked| asked.is_some_and(|asked| asked > sequence)).await.is_ok()

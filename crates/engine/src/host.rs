@@ -1,8 +1,9 @@
 //! Feeding an engine from shared host memory: its own workers read the buckets where the agent has them.
 //!
-//! The third way into an engine next to a directory ([`super::Engine::install`]) and GPU memory ([`super::device`]), under the same rules.
-//! Workers check digests over the very bytes that they load, and do so while the engine still serves: it is paused from the moment that it
-//! begins to load. Decides nothing about who may be fed so, or how much memory is shared; the adapters and the agent say that.
+//! The third route into an engine, in addition to a directory ([`super::Engine::install`]) and GPU memory ([`super::device`]), under the
+//! same rules. Workers check digests over the very bytes that they load, and do so while the engine still serves: it is paused from the
+//! moment that it begins to load. Decides nothing about who may be fed so, or how much memory is shared; the adapters and the agent say
+//! that.
 
 use std::fs::File;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -25,7 +26,7 @@ pub struct HostMemory {
 }
 
 impl HostMemory {
-    /// The first `bytes` bytes of a file, opened again for reading only: anyone who gets it cannot change what others read.
+    /// The first `bytes` bytes of a file, opened again read-only: the receiver cannot change what others read.
     pub fn of(file: &impl AsRawFd, bytes: u64) -> std::io::Result<Self> {
         let opened = File::open(format!("/proc/self/fd/{}", file.as_raw_fd()))?;
         Ok(Self { file: opened.into(), bytes })
@@ -118,7 +119,7 @@ pub struct HostBucket {
     /// 0, 1, 2, ... in the order in which they are handed over.
     pub sequence: u32,
     /// Workers copy the tensors when they take them, and the place may be used again then. Else it must stay as it is until the install
-    /// ended: vLLM keeps views of tensors until all of a layer is there.
+    /// ended: vLLM keeps views of tensors until all of a layer has arrived.
     pub copy: bool,
     /// The tensors, of one section.
     pub tensors: Vec<HostTensor>,
@@ -137,15 +138,15 @@ pub trait HostInstall: Send {
     /// How the digests of buckets must be written: all workers can compute it.
     fn digest(&self) -> HostDigest;
 
-    /// Tells the workers of a bucket. The engine goes on serving, and the workers check it meanwhile. After an error the install is over, and
-    /// what the error says of the engine is final.
+    /// Sends a bucket's description to the workers. The engine continues to serve, and the workers check the bucket meanwhile. After an
+    /// error the install ended, and what the error says of the engine is final.
     async fn bucket(&mut self, bucket: HostBucket) -> Result<(), InstallError>;
 
-    /// Has the engine load what it was informed of, and returns when the next bucket was taken by every worker: how many were by now. The first
+    /// Makes the engine load the described buckets, and returns when every worker took the next one: how many were taken so far. The first
     /// call pauses and marks the engine.
     async fn taken(&mut self, more_than: u32) -> Result<u32, InstallError>;
 
-    /// All was informed of and is what the manifest says: the engine takes its last step and runs. Errors as of [`super::Engine::install`].
+    /// All buckets were described and match the manifest: the engine takes its last step and runs. Errors as of [`super::Engine::install`].
     async fn finish(self: Box<Self>, version: HeldVersion) -> Result<InstallReport, InstallError>;
 
     /// Gives it up: what the engine is left with.

@@ -31,6 +31,6 @@ pub(super) trait HostFeed: Send {
     /// The end of the load and the engine's last step.
     async fn close(&mut self, until: Until) -> Result<(), EngineError>;
 
-    /// Ends it early and frees anyone who waits for us.
+    /// Ends it early and releases all waiting callers.
     async fn fail(&mut self, reason: &str, until: Until);
 }

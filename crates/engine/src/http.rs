@@ -72,7 +72,7 @@ impl EngineHttp {
             |what: String| EngineError::Unsupported { what, next_step: "give the engine's address as http://HOST:PORT".into() };
         let base = Url::parse(&config.url).map_err(|cause| unsupported(format!("{:?} is no URL: {cause}", config.url)))?;
         if base.scheme() != "http" || base.host().is_none() || !matches!(base.path(), "" | "/") || base.query().is_some() {
-            return Err(unsupported(format!("{:?} is not the address of an engine next to this agent", config.url)));
+            return Err(unsupported(format!("{:?} is not the address of an engine in this pod or on this host", config.url)));
         }
         let client = Client::builder()
             .no_proxy()
@@ -193,7 +193,7 @@ impl Reply {
         EngineError::Status { body: shown(&self.body), url: self.url, status: self.status }
     }
 
-    /// A whole reply whose body no one reads.
+    /// A whole reply whose body is not read.
     pub(super) fn ok(self) -> Result<(), EngineError> {
         if self.status == 200 { Ok(()) } else { Err(self.into_status()) }
     }

@@ -6,7 +6,7 @@
 
 use weightsync_core::protocol::HeldVersion;
 
-/// What both engines report before anybody wrote a version (vLLM 0.32 `EngineCore._weight_version`, SGLang 0.5.23 `--weight-version`).
+/// What both engines report before a version was written (vLLM 0.32 `EngineCore._weight_version`, SGLang 0.5.23 `--weight-version`).
 pub(super) const STARTUP: &str = "default";
 const INSTALLING: &str = "installing:";
 
@@ -15,7 +15,7 @@ const INSTALLING: &str = "installing:";
 pub enum Holding {
     /// The weights that it started with.
     Startup,
-    /// A version of ours, installed to the end.
+    /// A WeightSync version, installed completely.
     Version(HeldVersion),
     /// Possibly a part of this version: an install began and was not seen to end.
     HalfAnUpdate(HeldVersion),

@@ -4,9 +4,9 @@
 //! It decides the order of calls, which replies count as success, and what a half-done switch means. It never decides that a version
 //! is complete (the agent's coverage gate does) and never resumes an engine that may hold half an update.
 //!
-//! Before an adapter lets an engine touch its weights it writes a mark into the engine itself (see [`Holding`]), and takes it away with
-//! the last step. So anyone who asks the engine later, a restarted agent included, learns whether it holds a version, its own start-up
-//! weights, or half an update. Why a replica that holds half an update stays paused: `docs/decisions/0003-half-an-update.md`.
+//! Before an adapter lets an engine touch its weights it writes a mark into the engine itself (see [`Holding`]), and takes it away with the
+//! last step. So a later request to the engine, also by a restarted agent, shows whether it holds a version, its own start-up weights, or
+//! half an update. Why a replica that holds half an update stays paused: `docs/decisions/0003-half-an-update.md`.
 
 mod adapter;
 mod canary;
@@ -62,20 +62,20 @@ use weightsync_core::weights::TensorSpec;
 pub enum EngineError {
     #[error("{url} cannot be reached: {source}")]
     Unreachable { url: String, source: reqwest::Error },
-    #[error("{url} gave no answer within {deadline:?}")]
+    #[error("{url} did not respond within {deadline:?}")]
     Timeout { url: String, deadline: Duration },
     #[error("{url} answered {status}: {body}")]
     Status { url: String, status: u16, body: String },
     #[error("{url} answered 200 but not success: {body}")]
     NotSuccess { url: String, body: String },
-    #[error("{url}: the answer makes no sense: {what}")]
+    #[error("{url}: invalid response: {what}")]
     BadReply { url: String, what: String },
     #[error("{what}; {next_step}")]
     Unsupported { what: String, next_step: String },
-    #[error("the engine started again in the middle of the install")]
+    #[error("the engine restarted in the middle of the install")]
     Restarted,
     #[error(
-        "{url} is asleep, and not for an update: its weights are off the GPU; it takes part again when anyone who put it to sleep wakes it"
+        "{url} is asleep, and not for an update: its weights are off the GPU; it takes part again when the client that put it to sleep wakes it"
     )]
     Asleep { url: String },
     #[error("the engine may hold half an update of version {}: it stays paused until it is fed in full", version.version)]
@@ -120,12 +120,12 @@ impl EngineStart {
     }
 }
 
-/// A look at an engine that lives.
+/// The result of checking a live engine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Health {
     /// Which start of it answered.
     pub start: EngineStart,
-    /// What it says that it holds; none while it was not asked, because an install of ours keeps it busy.
+    /// Its reported version; `None` if it was not asked, because an install keeps it busy.
     pub holding: Option<Holding>,
 }
 
@@ -137,7 +137,7 @@ pub struct InstallTerms {
     pub version: HeldVersion,
     pub pause: PausePolicy,
     pub kv_cache: KvCachePolicy,
-    /// What it is asked after the switch; one token without it. Asked only where the engine is not left as paused as a trainer has it.
+    /// The canary after the switch; without it, one token. Skipped where the trainer pauses the engine.
     pub canary: Option<CanaryPolicy>,
     /// The whole install ends, and the engine is not paused any more by us (unless it holds half an update), after this long.
     pub timeout: Duration,
@@ -170,8 +170,8 @@ pub struct InstallReport {
     pub start: EngineStart,
     /// Times of finished steps in ms: `stage` (before the pause), `pause`, `load`, `check`, `resume`, `probe` or `canary`.
     pub steps_ms: Vec<(String, u64)>,
-    /// Whether the one token that shows that it computes is still to be asked for ([`Engine::see_owed_answer`]): an engine that was never stopped, and
-    /// that generated after an earlier install of the same way, is not waited for.
+    /// Whether the one token that shows that it computes is still to be asked for ([`Engine::see_owed_answer`]): an engine that was never
+    /// stopped, and that generated after an earlier install by the same route, is not waited for.
     pub owes_answer: bool,
 }
 
@@ -182,7 +182,7 @@ pub enum Left {
     AsBefore,
     /// It may hold a mixture. It stays paused until it is fed in full ([`Engine::install`] again) or put back ([`Engine::put_back`]).
     Mixture,
-    /// Its weights are whole, but no one saw which version they are or that the engine runs: [`Engine::settle`] finds out.
+    /// Its weights are complete, but it was not confirmed which version they are or that the engine runs: [`Engine::settle`] checks that.
     Unknown,
 }
 
@@ -209,7 +209,7 @@ impl InstallError {
         self.left == Left::Mixture
     }
 
-    /// Whether the same weights would fail here again: the engine read them and said no, and not for want of memory.
+    /// Whether the same weights would fail here again: the engine read and refused them, and not for lack of memory.
     pub fn repeats(&self) -> bool {
         match &self.source {
             EngineError::CanaryRefused { .. } | EngineError::Unsupported { .. } => true,
@@ -225,7 +225,7 @@ pub struct Settling {
     pub pause: PausePolicy,
     /// What it must answer before a version counts; one token without it.
     pub canary: Option<CanaryPolicy>,
-    /// Whether it must answer even where it was not paused: no one saw it run since it was changed.
+    /// Whether it must answer even if it was not paused: it was not seen to run since it was changed.
     pub unproven: bool,
 }
 
@@ -271,17 +271,17 @@ pub trait Engine: Send + Sync {
     /// ([`EngineConfig::served_model`]); asked before a byte moves. Reads file headers only. Tensors of a draft model are passed over.
     fn fits(&self, tensors: &[TensorSpec]) -> Result<Fit, EngineError>;
 
-    /// Whether it lives and answers, which start of it, and what it says that it holds. A pause of ours is not ill health.
+    /// Whether it lives and responds, its start, and its reported version. A pause by WeightSync is not a failure.
     async fn health(&self, deadline: Duration) -> Result<Health, EngineError>;
 
-    /// Whether the process that gave this start is there and was not replaced, seen at once and without asking it. False means that nothing is
+    /// Whether the process of this start still runs and was not replaced; known at once, without a request. False means that nothing is
     /// known before [`health`](Self::health) is asked again, not that it ended.
     fn is_still(&self, _start: &EngineStart) -> bool {
         true
     }
 
-    /// [`EngineError::Asleep`] when somebody else had put it to sleep as it was last asked for its health: its weights were off the GPU, and
-    /// no one proved what comes back with the wake-up (huggingface/trl#5312). Such a sleep ends what it holds, as a restart does.
+    /// [`EngineError::Asleep`] if another client had put it to sleep at its last health check. Its weights were off the GPU, and what
+    /// returns with the wake-up is not proven (huggingface/trl#5312). Such a sleep ends its version, as a restart does.
     fn asleep(&self) -> Option<EngineError> {
         None
     }
@@ -306,8 +306,8 @@ pub trait Engine: Send + Sync {
     }
 
     /// Switches to a version. `Ok` means that the engine confirmed its last step and is running (with [`PausePolicy::External`]: is as
-    /// paused as the trainer left it); see [`InstallError::left`] otherwise. The install goes on when the returned future is dropped.
-    /// The directory must stay as it is until the install ended; when it ended dirty, until the next install or `put_back` ended.
+    /// paused as the trainer left it); see [`InstallError::left`] otherwise. The install continues when the returned future is dropped. The
+    /// directory must stay as it is until the install ended; when it ended dirty, until the next install or `put_back` ended.
     async fn install(&self, job: &InstallJob) -> Result<InstallReport, InstallError>;
 
     /// When it answered requests while its weights were a mixture, the oldest first; the last few. Empty for an engine that is paused by every
@@ -333,7 +333,7 @@ pub trait Engine: Send + Sync {
     }
 
     /// Begins an install from GPU memory. Nothing is changed before the first bucket; until the install is finished, abandoned or dropped,
-    /// no one else changes the engine.
+    /// no other caller changes the engine.
     async fn begin_device(&self, _job: &DeviceJob) -> Result<Box<dyn DeviceInstall>, InstallError> {
         Err(InstallError::before_start(server::no_device_route(self.kind())))
     }
@@ -345,17 +345,17 @@ pub trait Engine: Send + Sync {
     }
 
     /// Begins an install from shared memory. The engine serves on until it begins to load; until the install is finished, abandoned or
-    /// dropped, no one else changes it.
+    /// dropped, no other caller changes it.
     async fn begin_host(&self, _job: &HostJob) -> Result<Box<dyn HostInstall>, InstallError> {
         Err(InstallError::before_start(server::no_host_route(self.kind())))
     }
 
-    /// Asks the engine what it holds. Ends a pause of ours where the engine holds no half update, and asks for an answer after that: one that
-    /// does not compute is held and marked, as by an install.
+    /// Reads the engine's version. Ends WeightSync's pause if the engine holds no half update, and then requests an answer: one that does
+    /// not compute is held and marked, as by an install.
     async fn settle(&self, how: &Settling, deadline: Duration) -> Result<Settled, InstallError>;
 
     /// The last resort for an engine that holds half an update and cannot be fed in time: loads the weights that the server started with,
-    /// whole, and lets it run. It is then what a freshly started engine is: complete, and not at any version of ours. When that fails too,
+    /// whole, and lets it run. It is then like a freshly started engine: complete, and not at any WeightSync version. When that fails too,
     /// the requests that it holds are ended so that no client waits for ever, it stays paused, and the error says why.
     async fn put_back(&self, deadline: Duration) -> Result<(), EngineError>;
 

@@ -1,8 +1,8 @@
-//! An idle connection to an engine's server, by whose end the end of the process behind it is known at once.
+//! An idle connection to an engine's server. Its end shows at once that the server's process ended.
 //!
-//! The kernel closes a process's connections when the process ends, those that it never accepted too, and no one else can listen on its port
-//! before. Nothing is ever sent on it: uvicorn (vLLM, SGLang, LMDeploy, FastDeploy) and hyper wait for a first request without an end. Decides
-//! only whether the connection stands; that it broke is no proof that the process ended.
+//! The kernel closes a process's connections when the process ends, those that it never accepted too, and no other process can listen on
+//! its port before. Nothing is ever sent on it: uvicorn (vLLM, SGLang, LMDeploy, FastDeploy) and hyper wait for a first request without an
+//! end. Decides only whether the connection stands; that it broke is no proof that the process ended.
 
 use std::time::Duration;
 
@@ -15,7 +15,7 @@ use tokio::time::timeout;
 pub(super) struct Lifeline(TcpStream);
 
 impl Lifeline {
-    /// Connects to the server at `http://HOST:PORT`; none when no one takes the connection within `limit`.
+    /// Connects to the server at `http://HOST:PORT`; `None` if the connection is not accepted within `limit`.
     pub(super) async fn open(url: &str, limit: Duration) -> Option<Self> {
         let url = Url::parse(url).ok()?;
         let (host, port) = (url.host_str()?, url.port_or_known_default()?);

@@ -1,10 +1,10 @@
 //! LMDeploy 0.18, unmodified, PyTorch backend: weights from GPU memory, by checkpoint-engine while it sleeps or by `/update_weights`.
 //!
 //! Decides paths, bodies and which reply means success. All facts are from the wheel of 0.18.0 (`serve/openai/endpoints/management.py`,
-//! `pytorch/engine/model_agent/agent.py`, `serve/core/async_engine.py`) and were seen on the running server. Some shape this file: it cannot
-//! load a directory; it has no pause but sleep, which ends all requests and empties every cache; it has no field for a version, so the
-//! adapter keeps a record ([`super::record`]); `/health` goes on saying healthy while a worker is stuck, so one token is generated now and
-//! then; and its POST routes want a JSON body even where there is nothing to say.
+//! `pytorch/engine/model_agent/agent.py`, `serve/core/async_engine.py`) and were seen on the running server. Some shape this file: it
+//! cannot load a directory; it has no pause but sleep, which ends all requests and empties every cache; it has no field for a version, so
+//! the adapter keeps a record ([`super::record`]); `/health` still reports healthy while a worker is stuck, so one token is generated now
+//! and then; and its POST routes want a JSON body even where there is nothing to say.
 
 pub(super) mod allowed;
 mod group;
@@ -208,8 +208,8 @@ impl Server for Lmdeploy {
         self.http.get("/is_sleeping", until).await?.json()?.field("is_sleeping").map(drop)
     }
 
-    /// The process itself, where it can be seen, without asking it: an update needs the fingerprint ten times, and [`Self::holding`] asks. Else
-    /// `/metrics`, which is there unless it was disabled.
+    /// The process itself, where it can be seen, without asking it: an update needs the fingerprint ten times, and [`Self::holding`] asks.
+    /// Else `/metrics`, which exists unless it was disabled.
     async fn fingerprint(&self, until: Until) -> Result<String, EngineError> {
         if let Some(process) = self.process() {
             return Ok(process.start);
@@ -224,7 +224,7 @@ impl Server for Lmdeploy {
         Ok(started.map_or(UNKNOWN, str::trim).to_owned())
     }
 
-    /// Neither how deeply nor how often it sleeps does it tell.
+    /// It reports neither the depth nor the number of its sleeps.
     async fn sleeps(&self, until: Until) -> Result<Sleeps, EngineError> {
         let now = self.is_paused(until).await? && self.sleeping(until).await?.iter().any(|tag| tag == "weights");
         Ok(Sleeps { now, ..Sleeps::default() })
@@ -288,7 +288,7 @@ impl Server for Lmdeploy {
             return Ok(());
         }
         if reason == Some("abort") {
-            // Ended by an update or by somebody else: it answers, which is all that is asked here.
+            // Ended by an update or by another client: it responds, which is enough here.
             return Ok(());
         }
         Err(answer.bad("it generated no token".to_owned()))

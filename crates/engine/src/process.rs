@@ -24,13 +24,13 @@ impl EngineProcess {
         self.words.iter().any(|word| word == option || word.strip_prefix(option).is_some_and(|rest| rest.starts_with('=')))
     }
 
-    /// The value of an option, as a word of its own or behind `=`.
+    /// The value of an option, as the next argument or after `=`.
     pub(super) fn value(&self, option: &str) -> Option<&str> {
         let joined = || self.words.iter().find_map(|word| word.strip_prefix(option)?.strip_prefix('='));
         self.after(option).or_else(joined)
     }
 
-    /// The word after the first of these.
+    /// The argument after the first of these.
     pub(super) fn after(&self, option: &str) -> Option<&str> {
         let at = self.words.iter().position(|word| word == option)?;
         self.words.get(at + 1).map(String::as_str)

@@ -1,8 +1,8 @@
 //! Where the checkpoint lies that a server was started with, as this process sees it.
 //!
-//! Decides by the server's own word for it: a path, a path in the working directory of the server's process, or a name of the Hugging Face hub
-//! whose copy lies in a cache here. Reads no memory and no environment of another process. What cannot be found is said with its reason, because
-//! versions are compared with nothing then.
+//! Decides by the server's own word for it: a path, a path in the working directory of the server's process, or a name of the Hugging Face
+//! hub whose copy lies in a cache here. Reads no memory and no environment of another process. A failure is reported with its reason,
+//! because versions are compared with nothing then.
 
 use std::path::{Path, PathBuf};
 

@@ -47,10 +47,10 @@ pub(super) trait Server: Send + Sync + 'static {
     /// Whether the HTTP front answers; works while the engine core loads.
     async fn front(&self, until: Until) -> Result<(), EngineError>;
 
-    /// Text that stays the same for one start of the server and, as far as the server can tell, differs after a restart.
+    /// Text that stays the same for one start of the server and differs after a restart, if the server reports something that does.
     async fn fingerprint(&self, until: Until) -> Result<String, EngineError>;
 
-    /// How it was put to sleep since it started. Never, for one that does not tell.
+    /// How it was put to sleep since it started. Never, for a server that does not report it.
     async fn sleeps(&self, _until: Until) -> Result<Sleeps, EngineError> {
         Ok(Sleeps::default())
     }
@@ -89,10 +89,10 @@ pub(super) trait Server: Send + Sync + 'static {
         Ok(None)
     }
 
-    /// Loads all weights from a directory as the engine sees it, or what was staged; returns when it said so.
+    /// Loads all weights from a directory as the engine sees it, or the staged ones; returns when it confirmed that.
     async fn load(&self, directory: &Path, until: Until) -> Result<(), EngineError>;
 
-    /// Clears what a load that failed in the middle left behind in the engine, so that the next load starts clean.
+    /// Clears what a failed load left in the engine, so that the next load starts clean.
     async fn clear_failed_load(&self, until: Until) -> Result<(), EngineError>;
 
     /// Empties KV and prefix cache, whatever holds them.

@@ -125,14 +125,14 @@ impl Server for Sglang {
         })
     }
 
-    /// `/ping` is a flag; 503 is what it says after somebody asked `/health` during a pause, which is no ill health while we load.
+    /// `/ping` is a flag. It is 503 after another client called `/health` during a pause, which is no failure during a load.
     async fn front(&self, until: Until) -> Result<(), EngineError> {
         let reply = self.http.get("/ping", until).await?;
         if matches!(reply.status(), 200 | 503) { Ok(()) } else { Err(reply.into_status()) }
     }
 
-    /// Start-up times and the seed, which SGLang draws again for each start unless it is set, from the scheduler's own report.
-    /// While the scheduler loads this call waits for it, as every call to it does.
+    /// Start-up times and the seed, which SGLang draws again for each start unless it is set, from the scheduler's own report. While the
+    /// scheduler loads this call waits for it, as every call to it does.
     async fn fingerprint(&self, until: Until) -> Result<String, EngineError> {
         let info = self.server_info(until).await?;
         let of_one_start = json!([info.value().get("startup_time"), info.value().get("random_seed"), info.value().get("launch_command")]);
@@ -154,7 +154,7 @@ impl Server for Sglang {
 
     async fn pause(&self, pause: PausePolicy, kv_cache: KvCachePolicy, until: Until) -> Result<(), EngineError> {
         self.accepts(pause, kv_cache)?;
-        // A request paused in place keeps its cache, and a flush is refused while it does; a retracted one is computed again.
+        // A request paused in place keeps its cache, and a flush is refused while it does; a retracted one is recomputed.
         let mode = match (pause, kv_cache) {
             (PausePolicy::Abort | PausePolicy::AbortAwake, _) => "abort",
             (_, KvCachePolicy::Keep) => "in_place",
@@ -163,7 +163,8 @@ impl Server for Sglang {
         self.post_ok("/pause_generation", &json!({"mode": mode}), ("status", json!("ok")), until).await.map(drop)
     }
 
-    /// `/ready` is a flag: 200 when healthy and not paused. `/health` would wait after the pause and then call the server unhealthy.
+    /// `/ready` is a flag: 200 when healthy and not paused. `/health` would wait for the end of the pause and then report the server as
+    /// unhealthy.
     async fn is_paused(&self, until: Until) -> Result<bool, EngineError> {
         let reply = self.http.get("/ready", until).await?;
         match reply.status() {
@@ -236,9 +237,9 @@ impl Server for Sglang {
         self.server_info(until).await?.string("model_path")
     }
 
-    /// [`tensors`] where that is allowed, else checkpoint-engine, where it is installed next to the server: `/update_weights_from_ipc`, which needs no session. A server with a
-    /// draft model would run the whole protocol a second time on the same address, with buckets that are gone by then
-    /// (`srt/checkpoint_engine/checkpoint_engine_worker.py`).
+    /// [`tensors`] where that is allowed, else checkpoint-engine, if it is installed with the server: `/update_weights_from_ipc`, which
+    /// needs no session. A server with a draft model would run the whole protocol a second time on the same address, with buckets that are
+    /// gone by then (`srt/checkpoint_engine/checkpoint_engine_worker.py`).
     async fn device_route(
         &self,
         pause: PausePolicy,

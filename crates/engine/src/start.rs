@@ -1,6 +1,6 @@
 //! Which start of an engine's process one speaks to. No single sign is enough: a start time can be missing or too coarse, a refused
-//! connection can fall between two looks (simulators restart in milliseconds), and a lost label shows only after an install. Between two looks
-//! an idle connection tells: as long as it stands, the process that was looked at is there.
+//! connection can fall between two looks (simulators restart in milliseconds), and a lost label shows only after an install. Between two
+//! looks an idle connection shows it: while it is open, the checked process still runs.
 //!
 //! Decides when two looks saw different starts, and whether what a look saw still holds. In doubt it says "another start": the cost is one
 //! more install, never stale weights.
@@ -36,13 +36,13 @@ struct Seen {
     breaks: u64,
     /// The value of `breaks` in which a look ended that had begun in it: that process is known.
     known: Option<u64>,
-    /// What it said of its sleep at the last look; none before the first one.
+    /// Its report of its sleep at the last check; `None` before the first one.
     sleep: Option<Sleeps>,
     /// Times that it was found to have fallen asleep.
     sleeps: u64,
 }
 
-/// When a look began; what was read while this adapter wrote proves nothing, nor what a process said that is gone.
+/// When a check began. Data that was read while this adapter wrote, or from a process that is gone, proves nothing.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Look {
     writes: u64,
@@ -50,7 +50,7 @@ pub(super) struct Look {
 }
 
 impl StartWatch {
-    /// Takes a failed call into account: no one listening, or a connection that broke, may be a restart.
+    /// Records a failed call: a refused or broken connection may be a restart.
     pub(super) fn failed(&self, error: &EngineError) {
         if matches!(error, EngineError::Unreachable { .. }) {
             let mut seen = self.0.lock();
@@ -74,7 +74,8 @@ impl StartWatch {
         seen.writes += 1;
     }
 
-    /// A fresh connection to anyone who listens now; none when no one takes one. To be informed before a look that is to count between looks too.
+    /// A new connection to the present listener; `None` if there is none. Open it before a check whose result must stay valid until the
+    /// next one.
     pub(super) fn hold(&self, fresh: Option<Lifeline>) {
         let mut seen = self.0.lock();
         // The older one stands although the younger one was taken already: both lead to one process.
@@ -84,7 +85,7 @@ impl StartWatch {
         seen.line = fresh.map(Arc::new);
     }
 
-    /// Whether the process of that start is there and was not replaced, seen without asking it.
+    /// Whether the process of that start still runs and was not replaced, without a request.
     pub(super) fn is_still(&self, start: &EngineStart) -> bool {
         let seen = self.0.lock();
         seen.known == Some(seen.breaks) && seen.start() == *start && seen.line.as_ref().is_some_and(|line| line.stands())
@@ -113,13 +114,13 @@ impl StartWatch {
         fingerprint.clone_into(&mut seen.fingerprint);
         let undisturbed = look.writes == seen.writes && look.writes.is_multiple_of(2);
         if undisturbed && seen.written.as_ref().is_some_and(|written| written != holding) {
-            // Another program's label counts too: anyone who wrote it may have written weights as well.
+            // Another program's label counts too: that program may have written weights as well.
             seen.generation += 1;
             seen.written = None;
         }
         if look.breaks == seen.breaks {
             let before = seen.known.replace(look.breaks);
-            // Nothing else would tell the process that was known from the one that is.
+            // Nothing else distinguishes the known process from the present one.
             if fingerprint == UNKNOWN && before.is_some_and(|before| before != look.breaks) {
                 seen.generation += 1;
                 seen.written = None;
@@ -128,13 +129,13 @@ impl StartWatch {
         seen.start()
     }
 
-    /// What it says of sleeps that somebody else put it to. What it held counts no more from then on: one that sleeps deeply gives its weights up and
+    /// Its report of sleeps by another client. Its version no longer counts from then on: an engine in deep sleep drops its weights and
     /// keeps the label, so nothing else would show it.
     pub(super) fn slept(&self, sleep: Sleeps) {
         let mut seen = self.0.lock();
         let before = seen.sleep.replace(sleep);
         let fell_asleep = sleep.now && !before.is_some_and(|before| before.now);
-        // One that is over already counts as well.
+        // One that has ended already counts as well.
         if fell_asleep || before.is_some_and(|before| sleep.times > before.times) {
             seen.sleeps += 1;
         }

@@ -1,7 +1,7 @@
-//! Ways into an engine that were read in its source and tried against simulators, and that no one has seen on a GPU yet.
+//! Routes into an engine that were read in its source and tested with simulators, but not on a GPU yet.
 //!
 //! Decides that such a way is refused, for every version whose source was not read, and for the others unless a run on GPUs proved that
-//! version or anyone who runs the agent takes it on his own account ([`super::EngineConfig::unproven_routes`], `WEIGHTSYNC_UNPROVEN_ROUTES=1`). Pure.
+//! version or the user of the agent accepts the risk ([`super::EngineConfig::unproven_routes`], `WEIGHTSYNC_UNPROVEN_ROUTES=1`). Pure.
 
 /// A way and the versions whose source says how it is used.
 #[derive(Debug, Clone, Copy)]

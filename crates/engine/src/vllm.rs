@@ -82,13 +82,13 @@ impl Vllm {
 
     /// The workers' own reload. vLLM 0.32 reads the replies of workers one after the other and stops at the first failure, so from then on
     /// those of the others are taken for replies to later calls (`v1/executor/multiproc_executor.py`; seen): of several ranks no success is
-    /// believed after a failure, until the server starts again.
+    /// accepted after a failure, until the server restarts.
     async fn reload_weights(&self, arguments: Value, until: Until) -> Result<(), EngineError> {
         let late = self.late.lock().clone();
         if let Some(late) = late
             && self.fingerprint(until).await? == late
         {
-            let what = "after a call that failed, vLLM takes the replies of its workers for those to later calls".to_owned();
+            let what = "after a failed call, vLLM takes the replies of its workers for those to later calls".to_owned();
             return Err(unsupported(
                 what,
                 "restart the server, or start it with WeightSync's back end, whose workers answer for themselves",
@@ -268,7 +268,7 @@ impl Server for Vllm {
     }
 
     async fn reset_cache(&self, until: Until) -> Result<(), EngineError> {
-        // Requests that are kept are preempted and computed again; caches of KV connectors are as stale as the local one.
+        // Requests that are kept are preempted and recomputed; caches of KV connectors are as stale as the local one.
         let path = "/reset_prefix_cache?reset_running_requests=true&reset_external=true";
         loop {
             match self.post(path, None, ("success", Value::Bool(true)), until).await {
@@ -354,7 +354,7 @@ impl Server for Vllm {
         let ranks = self.size(until).await?;
         let opened = Backend::open(self.http.clone(), job, ranks, until).await;
         if matches!(opened, Err(EngineError::Unsupported { .. })) {
-            // Asked again only when it starts again.
+            // Checked again only when it restarts.
             if let Some((_, there)) = self.backend.lock().as_mut() {
                 *there = false;
             }

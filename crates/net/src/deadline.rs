@@ -31,7 +31,7 @@ impl ProgressDeadline {
         Self { silence, total, begun, moved: watch::Sender::new(begun) }
     }
 
-    /// Something moved: the silence begins again.
+    /// Something moved: the silence limit starts again.
     pub fn moved(&self) {
         self.moved.send_replace(Instant::now());
     }

@@ -80,7 +80,7 @@ pub fn probes(health: Health) -> Router {
         .with_state(health)
 }
 
-/// Where probes are answered next to pages at `status`: on the port after theirs, or on a free one where theirs is free.
+/// Address of the probes for status pages at `status`: the next port, or a free one if theirs is free.
 pub fn alongside(status: SocketAddr) -> SocketAddr {
     let port = if status.port() == 0 { 0 } else { status.port().checked_add(1).unwrap_or(0) };
     SocketAddr::new(status.ip(), port)

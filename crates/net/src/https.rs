@@ -1,8 +1,8 @@
 //! HTTP between controller and agents: JSON over mutual TLS, with the peer's identity at hand, and a deadline on every wait.
 //!
-//! [`serve_https`] and [`serve_plain`] run axum routers within [`Limits`]; [`AgentClient`] and [`ControllerClient`] call them and tell
-//! apart why a call failed; [`EventStream`] reads one JSON object a line and tells a closed connection from a silent one. Nothing here
-//! retries: anyone who calls knows whether that is safe.
+//! [`serve_https`] and [`serve_plain`] run axum routers within [`Limits`]; [`AgentClient`] and [`ControllerClient`] call them and classify
+//! failures; [`EventStream`] reads one JSON object a line and distinguishes a closed connection from a silent one. Nothing here retries:
+//! only the caller knows whether that is safe.
 
 mod client;
 mod limits;

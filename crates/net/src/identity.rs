@@ -1,7 +1,7 @@
 //! Who a program is: its key, its certificate, and the authority that it trusts.
 //!
 //! Decides which certificate is shown in the next handshake and which peers' certificates are believed. The key is made here and never
-//! leaves memory. A renewal swaps the certificate under running servers and clients; open connections go on.
+//! leaves memory. A renewal swaps the certificate of running servers and clients; open connections continue.
 
 mod ca;
 #[cfg(any(test, feature = "testing"))]
@@ -99,7 +99,7 @@ impl Identity {
         })))
     }
 
-    /// A signing request for this key. It names no one: the authority alone decides the names.
+    /// A signing request for this key, without names: only the authority decides the names.
     pub fn csr_pem(&self) -> Result<String, IdentityError> {
         let mut params = CertificateParams::default();
         params.distinguished_name = DistinguishedName::new();
@@ -130,8 +130,8 @@ impl Identity {
         Ok(())
     }
 
-    /// Whether there is a certificate that has not ended. One that has is shown to no one any more: a server that asks for none would
-    /// refuse its holder, who could otherwise enrol again.
+    /// Whether there is a certificate that has not expired. An expired one is never presented: a server that requires none would refuse it,
+    /// and its holder could not enrol again.
     pub fn is_certified(&self) -> bool {
         self.0.certified().is_some()
     }

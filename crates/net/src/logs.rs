@@ -1,5 +1,5 @@
-//! Where log lines go: to standard error, for a person or as one JSON object a line. Standard output stays free for results. What is logged
-//! may be changed while the program runs; how lines look may not.
+//! Where log lines go: to standard error, as text or as one JSON object a line. Standard output stays free for results. What is logged may
+//! be changed while the program runs; how lines look may not.
 
 mod page;
 

@@ -102,7 +102,7 @@ impl Definition {
         }
     }
 
-    /// The name that a query uses; a histogram's series have `_bucket`, `_sum` and `_count` after it.
+    /// The name in queries; a histogram's series have the suffixes `_bucket`, `_sum` and `_count`.
     pub fn series(&self) -> String {
         match self.kind {
             Kind::Counter => format!("{}_total", self.family()),
@@ -178,7 +178,7 @@ impl Metrics {
         metric
     }
 
-    /// Has `collector` asked for its numbers whenever somebody reads: for what changes far more often than it is read.
+    /// Calls `collector` at each scrape: for values that change far more often than they are read.
     pub fn collect(&self, collector: impl Collector) {
         self.0.lock().register_collector(Box::new(collector));
     }
@@ -192,9 +192,9 @@ impl Metrics {
     }
 }
 
-/// A table of metrics for people, in Markdown.
+/// A table of metrics in Markdown.
 pub fn table(definitions: &[Definition]) -> String {
-    let mut text = "| metric | type | labels | says |\n|---|---|---|---|\n".to_owned();
+    let mut text = "| metric | type | labels | meaning |\n|---|---|---|---|\n".to_owned();
     for definition in definitions {
         let kind = match definition.kind {
             Kind::Counter => "counter",

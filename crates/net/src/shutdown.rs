@@ -1,6 +1,6 @@
-//! Ends a program when it is asked to: the first SIGTERM or SIGINT asks all parts to stop, the second ends the process at once.
+//! Ends a program on a signal: the first SIGTERM or SIGINT stops all parts, the second ends the process at once.
 //!
-//! Decides too what a SIGHUP means: a closed terminal, or somebody who wants files to be read again. A program that was started with `nohup`
+//! It also decides the meaning of a SIGHUP: a closed terminal, or a request to read files again. A program that was started with `nohup`
 //! never ends by it.
 
 use std::future::pending;

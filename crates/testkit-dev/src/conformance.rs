@@ -1,9 +1,9 @@
-//! Whether an inference server keeps the protocol that its adapter relies on: a suite for the people who make the engine, and for ours.
+//! Tests whether an inference server keeps the protocol that its adapter relies on: for engine projects, and for WeightSync's own tests.
 //!
-//! Three parts, each a list of rows: a script of calls with the statuses and fields that must come; an update by the real adapter, proven by a
-//! round trip; and the same update with one call spoiled after the other, where no one may end up serving something else than is said. Runs
-//! against a simulator that it starts itself, or a live server, of which it asks nothing that could disturb others unless it was informed that it
-//! may. Decides what each row expects; never calls an unknown outcome a success.
+//! Three parts, each a list of rows: a script of calls with the expected statuses and fields; an update by the real adapter, proven by a
+//! round trip; and the same update with each call broken in turn, after which no engine may serve something else than it reports. Runs
+//! against a simulator that it starts itself, or a live server, which it does not disturb unless an option allows that. Decides what each
+//! row expects; never calls an unknown outcome a success.
 
 mod client;
 mod fixture;
@@ -40,7 +40,7 @@ pub struct Options {
     pub silence: Duration,
     /// Rank 0 of the groups that the server's own workers join; without it no group is formed.
     pub sources: Option<Arc<Sources>>,
-    /// Leave out everything but such groups.
+    /// Run only such groups.
     pub only_groups: bool,
 }
 
@@ -49,7 +49,7 @@ pub struct Live {
     /// `http://HOST:PORT`.
     pub url: String,
     pub api_key: Option<ApiKey>,
-    /// Name under which it serves its model; asked for when it is not given.
+    /// Name under which it serves its model; read from the server if not given.
     pub model_name: Option<String>,
     /// The checkpoint that it was started with, and one of another version: both as this process and as the server see them.
     pub checkpoints: Option<(PathBuf, PathBuf)>,
@@ -137,7 +137,7 @@ enum Way {
     Device(&'static str),
     /// By a group that its own workers join.
     Group,
-    /// Whichever a live server has.
+    /// Any route that a live server has.
     Any,
 }
 

@@ -1,7 +1,7 @@
 //! `weightsync-dev demo`: the whole product on one host, with a rollout killed in the middle of an update.
 //!
 //! Makes checkpoints, starts a source and rollouts as processes, publishes versions, kills one rollout while it holds between 20 and 80 %
-//! of an update's bytes, and lets it come back. It believes no one: each engine is asked what it serves, and that is compared with what was
+//! of an update's bytes, and lets it come back. It trusts no report: it reads what each engine serves and compares that with what was
 //! published (real servers: their completions with each other's and with a fresh server's). Exits 0 only if all agree.
 
 mod engines;
@@ -23,16 +23,16 @@ use weightsync_net::logs::{self, LogFormat};
 
 #[derive(Debug, Args)]
 pub struct DemoArgs {
-    /// Rollouts; 3 unless said, 2 real vLLM servers (0.9 GB of memory each).
+    /// Number of rollouts. Default: 3, or 2 real vLLM servers (0.9 GB of memory each).
     #[arg(long, value_parser = clap::value_parser!(u32).range(2..=16))]
     replicas: Option<u32>,
-    /// Size of the model in MiB; the real vLLM has a small model of its own.
+    /// Size of the model in MiB; the real vLLM uses its own small model.
     #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u32).range(8..=8192))]
     megabytes: u32,
-    /// Makes weights, the killed rollout and the moment of the kill; the same seed tells the same story.
+    /// Seed of the weights, the killed rollout and the moment of the kill; the same seed repeats a run.
     #[arg(long, default_value_t = 1)]
     seed: u64,
-    /// Flip one byte of what one engine loads: the demo must notice and fail.
+    /// Flip one byte of what one engine loads: the demo must detect it and fail.
     #[arg(long)]
     corrupt: bool,
     /// What happens to the rollout in the middle of an update.
@@ -45,13 +45,13 @@ pub struct DemoArgs {
     #[arg(long, value_name = "VENV", required_if_eq("engine", "vllm"))]
     python: Option<PathBuf>,
     /// Move the bytes between N GPUs with NCCL (all GPUs when N is not given): the source on the first, a replica on each other one.
-    /// WEIGHTSYNC_NCCL names NCCL's library where the right one is not found by itself.
+    /// WEIGHTSYNC_NCCL names NCCL's library if the right one is not found.
     #[arg(long, value_name = "N", num_args = 0..=1, default_missing_value = "0", conflicts_with = "replicas", value_parser = clap::value_parser!(u32).range(0..=17))]
     gpu: Option<u32>,
     /// Keep the folder with checkpoints and logs.
     #[arg(long)]
     keep: bool,
-    /// How to print the outcome.
+    /// Output format of the outcome.
     #[arg(short, long, value_enum, default_value_t)]
     output: Output,
     /// Log filter, e.g. `weightsync=debug`; logs go to standard error.
@@ -79,7 +79,7 @@ pub enum DemoFault {
     /// Its processes are killed (SIGKILL): every connection closes.
     #[default]
     Kill,
-    /// Its processes are frozen (SIGSTOP): every connection stays, and nothing is said any more.
+    /// Its processes are frozen (SIGSTOP): every connection stays, and no message is sent any more.
     Freeze,
 }
 

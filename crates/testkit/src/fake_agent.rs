@@ -1,5 +1,5 @@
-//! An agent that answers as the protocol says and moves no bytes. It enrols, announces itself while no one listens, and can be killed or
-//! struck dumb.
+//! An agent that follows the protocol and moves no bytes. It enrols, announces itself while no controller is connected, and can be killed
+//! or struck dumb.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::Arc;
@@ -39,7 +39,7 @@ struct Shared {
     controller: watch::Sender<String>,
     /// Listeners of the event stream.
     listeners: watch::Sender<usize>,
-    /// Set: nothing is said or answered any more, connections stay open.
+    /// Set: no messages or responses any more, connections stay open.
     dumb: watch::Sender<bool>,
     /// Set: prepares are never answered; all else is.
     hangs: watch::Sender<bool>,

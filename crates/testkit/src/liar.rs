@@ -58,7 +58,7 @@ pub enum Lie {
     Bytes,
     /// It passes on other bytes than it got, with the sums of the right ones.
     Sums,
-    /// The layout of each version makes no sense.
+    /// The layout of each version is invalid.
     Layout,
     /// It installed a version before it got a byte of it.
     Progress,
@@ -157,7 +157,7 @@ fn answer_of<T>(called: &Result<T, CallError>) -> Value {
     }
 }
 
-/// Joins the group as a member that answers rightly and drives no engine, and tells this lie whenever the file is there.
+/// Joins the group as a member that responds correctly and drives no engine, and sends this lie while the file exists.
 pub async fn lie_while(lie: Lie, file: &Path, settings: &Settings) {
     let Settings { ip, ca, controller, pod } = settings;
     let (part, updates) = Part::new();
@@ -194,7 +194,7 @@ async fn tell(lie: Lie, agent: &FakeAgent) {
                 say("an invented version is done", &json!("told"));
                 orders::feed(agent, &others).await;
             }
-            // Asked to anyone who asks, or sends bytes.
+            // Sent to every caller and sender.
             _ => {}
         }
         tokio::time::sleep(STANDS).await;

@@ -14,7 +14,7 @@ pub mod simulator;
 #[allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 pub mod support;
 
-/// The file of `weightsync-dev`, which cargo builds next to the tests and benches that start it.
+/// The file of `weightsync-dev`, which cargo builds with the tests and benches that start it.
 ///
 /// # Panics
 ///
@@ -32,7 +32,7 @@ pub fn dev_program() -> std::path::PathBuf {
     )
 }
 
-/// The file of the example `liar`, which cargo builds next to the tests that start it.
+/// The file of the example `liar`, which cargo builds with the tests that start it.
 ///
 /// # Panics
 ///

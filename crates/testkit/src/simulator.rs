@@ -1,8 +1,8 @@
 //! Engine simulators: servers with the endpoints, order rules, error replies and traps of one engine version, for demos, local runs and
 //! tests. Not an engine: text is derived from a digest of the weights.
 //!
-//! A simulator really reads the directories that it is asked to load, and everything it serves is computed from those bytes, so an update
-//! that did not happen, happened by half, or was corrupted shows in its answers and in `GET /simulator/digest`.
+//! A simulator really reads the directories that it must load, and everything it serves is computed from those bytes, so an update that did
+//! not happen, happened by half, or was corrupted shows in its answers and in `GET /simulator/digest`.
 
 mod backend;
 mod completions;
@@ -72,7 +72,7 @@ pub struct SimulatorOptions {
     pub ray: bool,
     /// LMDeploy's `--enable-abort-handling`.
     pub abort_handling: bool,
-    /// Whether checkpoint-engine is installed next to it (vLLM: and its worker extension is chosen).
+    /// Whether checkpoint-engine is installed with it (vLLM: and its worker extension is chosen).
     pub checkpoint_engine: bool,
     pub fastdeploy: FastdeployOptions,
     /// vLLM's `--weight-transfer-config`.
@@ -162,7 +162,8 @@ impl Simulator {
             (options.model.clone(), options.draft.clone(), options.fastdeploy.load_strategy == "ipc_snapshot");
         let opened = tokio::task::spawn_blocking(move || {
             let served = match kind {
-                // A server that waits for a trainer's memory begins with the checkpoint that it was given, so that it can be distinguished from others.
+                // A server that waits for a trainer's memory begins with the checkpoint that it was given, so that it can be distinguished
+                // from others.
                 Kind::Fastdeploy if of_snapshot => {
                     let files = fastdeploy::start_from(&model)?;
                     Served::of_files(files.iter().map(PathBuf::as_path))

@@ -1,8 +1,8 @@
 //! torch's counters of tensors that another process reads: the one exact word that a reader has let a tensor go.
 //!
 //! A reader of torch 2.9 to 2.15 synchronises its stream when it drops a tensor that it had opened, and then takes one off an `int64` in a
-//! file of `/dev/shm` (`torch/csrc/CudaIPCTypes.cpp`; tried on 2.9.0 and 2.15.0 with a file made by hand). Decides which slot of the file is
-//! used and when a slot is read. A reader that does not see the file says nothing at all, so anyone who waits needs a deadline.
+//! file of `/dev/shm` (`torch/csrc/CudaIPCTypes.cpp`; tried on 2.9.0 and 2.15.0 with a file made by hand). Decides which slot of the file
+//! is used and when a slot is read. A reader that does not see the file reports nothing at all, so a waiting caller needs a deadline.
 
 use std::fs::{File, OpenOptions, Permissions};
 use std::io;
@@ -36,7 +36,7 @@ pub struct Counters {
 }
 
 impl Counters {
-    /// Makes one in a folder ([`SHARED_MEMORY`]) that the reader sees too, anyone who the reader runs as.
+    /// Creates one in a folder ([`SHARED_MEMORY`]) that the reader sees too, for a reader of any user.
     pub fn create(folder: &Path) -> io::Result<Self> {
         let word = format!("weightsync-{}", uuid::Uuid::new_v4().simple());
         let path = folder.join(&word);

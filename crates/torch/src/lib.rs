@@ -14,8 +14,8 @@ use self::counter::Counter;
 use self::pickle::Value;
 use weightsync_core::weights::Dtype;
 
-/// The name of a counter file that does not exist. Readers count their uses down in it where it is there and pass over it where it is not
-/// (torch 2.9 and 2.15): for routes that have a word of their own for "read".
+/// The name of a counter file that does not exist. Readers count down their uses in it if it exists, and ignore it otherwise (torch 2.9 and
+/// 2.15): for routes that have a word of their own for "read".
 const NO_COUNTER: &[u8] = b"/weightsync_no_counter";
 
 /// The GPU on which a reader opens a tensor.
@@ -167,7 +167,7 @@ pub fn checkpoint_engine_bucket(pieces: &[Piece<'_>], base: u64) -> Result<Value
 }
 
 /// What LMDeploy's `/update_weights` takes as a flattened bucket: one element type, places in elements. With an event it waits for it
-/// before it reads and records it after; `clone` has it copy the bucket first.
+/// before it reads and records it afterwards; `clone` makes it copy the bucket first.
 pub fn lmdeploy_bucket(pieces: &[Piece<'_>], tensor: &SharedTensor, event: Option<[u8; 64]>, clone: bool) -> Result<Value, TorchError> {
     let item = |piece: &Piece<'_>| {
         aligned(piece)?;

@@ -1,9 +1,9 @@
 //! The rendezvous of torch's process groups without torch: a TCPStore server that lives as long as one epoch, and a client of it.
 //!
-//! Decides who may connect, what a store holds, and what is too much of it. A server is bound before anybody is reported its address, answers
+//! Decides who may connect, what a store holds, and what is too much of it. A server is bound before its address is announced, answers
 //! admitted addresses alone, and is closed when it is dropped: no port and no key outlives the group that it was made for. Its bytes are
 //! those of torch 2.9 to 2.15 (`torch/csrc/distributed/c10d/TCPStore.cpp`, `TCPStoreBackend.hpp`), which speak the same way to torch's
-//! classic server and to its libuv server. Bytes that make no sense close the connection that they came on and touch nothing else.
+//! classic server and to its libuv server. Invalid bytes close their connection and affect nothing else.
 
 mod client;
 mod keys;
@@ -34,7 +34,7 @@ const MAX_BYTES: usize = 64 << 20;
 /// Most connections at once. A rank of torch has one to three.
 const MAX_CLIENTS: usize = 1024;
 
-/// A client that said nothing whole for this long after its connection is closed, as is one that leaves a request half sent or does not
+/// A client that sent no complete request for this long after it connected is closed, as is one that leaves a request half sent or does not
 /// take its replies. Between requests it may rest: an engine keeps its connection as long as its group.
 const PATIENCE: Duration = Duration::from_secs(20);
 

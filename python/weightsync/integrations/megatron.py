@@ -151,7 +151,7 @@ _NORMS = {
     "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
     "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
 }
-"""By themselves, or within the linear layer after them (Transformer Engine)."""
+"""By themselves, or within the following linear layer (Transformer Engine)."""
 
 
 def _layer(shape: Shape, place: Place, at: str, name: str, rest: str, tensor: Any) -> Iterator[Part]:

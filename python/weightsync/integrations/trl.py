@@ -26,7 +26,7 @@ _LOG = logging.getLogger("weightsync")
 
 
 class WeightSyncCallback(TrainerCallback):
-    """Publishes on every rank alike, after each `every`-th optimizer step and at the end.
+    """Publishes in the same way on every rank, after each `every`-th optimizer step and at the end.
 
     The version is the global step (the start-up weights are step 0, and are published with `at_start`). `publisher` is made when training
     begins, with a gloo group of all ranks; give one to choose socket and limits. An error that may pass by itself leaves the step out with
@@ -44,7 +44,7 @@ class WeightSyncCallback(TrainerCallback):
         timeout: float = 600,
     ) -> None:
         if every < 1:
-            raise ValueError(f"every {every} steps makes no sense")
+            raise ValueError(f"every must be at least 1, not {every}")
         self._publisher = publisher
         self._ours = publisher is None
         self._every = every
@@ -80,7 +80,7 @@ class WeightSyncCallback(TrainerCallback):
         """
         generation = trainer.vllm_generation
         if getattr(generation, "mode", "server") != "server":
-            raise ValueError("vllm_mode is colocate: vLLM lives in the trainer's own process and has no agent next to it")
+            raise ValueError("vllm_mode is colocate: vLLM runs in the trainer's own process and has no agent")
         self._steps_are_theirs = True
         metas: list[Meta] = []
 

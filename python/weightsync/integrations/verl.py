@@ -21,10 +21,10 @@ from ._once import Once
 
 @CheckpointEngineRegistry.register("weightsync")
 class WeightSyncCheckpointEngine(CheckpointEngine):
-    """verl's interface, by which all actor ranks send and the rollout's workers receive nothing: the agents next to the engines do.
+    """verl's interface, by which all actor ranks send and the rollout's workers receive nothing: the engines' agents receive.
 
-    Engines are reached by their agents, so no group is built and a rollout that dies costs no one else anything. `global_steps` is the
-    version; without it versions are counted.
+    Engines are reached by their agents, so no group is built and a rollout that dies does not affect others. `global_steps` is the version;
+    without it versions are counted.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""vLLM's own trainer interface (0.32 or newer) with WeightSync behind it: a trainer that was written for it changes one line.
+"""vLLM's own trainer interface (0.32 or newer), implemented by WeightSync: a trainer that was written for it changes one line.
 
     from vllm.distributed.weight_transfer import ModuleSource, WeightTransferTrainerFactory
     from weightsync.integrations.vllm import WeightSyncTrainerInitInfo
@@ -34,7 +34,7 @@ class WeightSyncTrainerInitInfo(TrainerInitInfo):
     group: Any = field(default=None, kw_only=True)
     """Group of torch.distributed of all trainer ranks (gloo is best); None for a trainer of one rank."""
     socket: str | None = field(default=None, kw_only=True)
-    """The agent's socket; found by itself when None, as `Publisher.from_env` says."""
+    """The agent's socket; None: found as by `Publisher.from_env`."""
     version: int = field(default=0, kw_only=True)
     """Number of the last version that was published, by an earlier life of the trainer too: the first one here is one higher."""
     timeout: float = field(default=600, kw_only=True)

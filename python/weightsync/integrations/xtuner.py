@@ -19,8 +19,8 @@ from ..sources import stream
 class WeightSyncTransport:
     """Takes the place of XTuner's transport on every train rank, and is called alike on all of them.
 
-    `group` are the train ranks (gloo is best); rank 0 runs next to the source's agent. Versions are counted from `first_version`, or are
-    what `version` of `update` says. Targets, ports and groups of XTuner's own play no part: membership is the agents' business.
+    `group` are the train ranks (gloo is best); rank 0 runs in the pod of the source's agent. Versions are counted from `first_version`, or
+    given by `version` of `update`. XTuner's own targets, ports and groups have no effect: the agents handle membership.
     """
 
     def __init__(

@@ -137,7 +137,7 @@ fn cases() -> Vec<Case> {
             &[("/spec/delivery", json!("Engine")), ("/spec/transport", json!({"tcp": {}}))],
         ),
         case(
-            "transport gdr is between agents: remove transport.gdr, or set delivery to Agent",
+            "transport gdr works between agents only: remove transport.gdr, or set delivery to Agent",
             &[("/spec/transport", json!({"gdr": {"bucketMiB": 16, "buffers": 4, "allowTcp": true}}))],
             &[("/spec/delivery", json!("Engine")), ("/spec/transport", json!({"gdr": {}}))],
         ),
@@ -160,7 +160,7 @@ fn cases() -> Vec<Case> {
             ],
         ),
         case(
-            "FastDeploy's pause ends requests and empties caches, and it runs by itself after an update: set update.pause to Abort and update.kvCache to Reset",
+            "FastDeploy's pause ends requests and empties caches, and it resumes by itself after an update: set update.pause to Abort and update.kvCache to Reset",
             &[("/spec/rollouts/0/engine", json!({"fastdeploy": {}})), ("/spec/update", json!({"pause": "Abort"}))],
             &[("/spec/rollouts/0/engine", json!({"fastdeploy": {}})), ("/spec/update", json!({"pause": "Abort", "kvCache": "Keep"}))],
         ),
@@ -240,7 +240,7 @@ fn cases() -> Vec<Case> {
             &[("/spec/membership/maxUnavailable", json!(0))],
         ),
         case(
-            "only with delivery Agent does a version lie complete before engines switch: remove membership.maxUnavailable, or set delivery to Agent",
+            "membership.maxUnavailable needs delivery Agent, where the whole version arrives before engines switch: remove it, or set delivery to Agent",
             &[("/spec/delivery", json!("Agent")), ("/spec/membership/maxUnavailable", json!(1))],
             &[("/spec/delivery", json!("External")), ("/spec/membership/maxUnavailable", json!(1))],
         ),
@@ -268,7 +268,7 @@ fn cases() -> Vec<Case> {
             &[("/spec/canary", json!({"prompt": "a", "minLogProb": "-2.5"}))],
         ),
         case(
-            "an engine that the trainer feeds or pauses by itself is not asked by a canary: remove canary, or set delivery and update.pause to something else than External",
+            "a canary does not work if the trainer feeds or pauses the engines: remove canary, or change delivery and update.pause from External",
             &[("/spec/delivery", json!("External")), ("/spec/update/pause", json!("External"))],
             &[
                 ("/spec/delivery", json!("External")),
@@ -277,7 +277,7 @@ fn cases() -> Vec<Case> {
             ],
         ),
         case(
-            "an engine that the trainer feeds or pauses by itself is not asked by a canary: remove canary, or set delivery and update.pause to something else than External",
+            "a canary does not work if the trainer feeds or pauses the engines: remove canary, or change delivery and update.pause from External",
             &[],
             &[
                 ("/spec/update/pause", json!("External")),
@@ -350,8 +350,8 @@ fn a_canarys_limits_hold_in_code_too() {
     let no_number = "a log-prob must be a number from -999.999 to 0 with at most three decimals, such as -4 or \"-2.5\"";
     let bad = [
         (json!({"prompt": "", "minLogProb": -1}), "it must have 1 to 4096 characters"),
-        (json!({"prompt": "a", "maxTokens": 0, "minLogProb": -1}), "it is not from 1 to 64"),
-        (json!({"prompt": "a", "maxTokens": 65, "minLogProb": -1}), "it is not from 1 to 64"),
+        (json!({"prompt": "a", "maxTokens": 0, "minLogProb": -1}), "it must be from 1 to 64"),
+        (json!({"prompt": "a", "maxTokens": 65, "minLogProb": -1}), "it must be from 1 to 64"),
         (json!({"prompt": "a", "minLogProb": -1000}), no_number),
         (json!({"prompt": "a", "minLogProb": 1}), no_number),
         (json!({"prompt": "a", "minLogProb": "-01"}), no_number),

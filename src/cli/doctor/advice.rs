@@ -1,4 +1,4 @@
-//! What each transport would use on a machine, and why not the better way. Decides from facts alone.
+//! What each transport would use on a machine, and why a better path is not used. Decides from facts alone.
 
 use serde::Serialize;
 
@@ -7,16 +7,16 @@ use super::host::Host;
 use weightsync_agent::rdma::Rdma;
 use weightsync_core::protocol::worker::{GpuFacts, GpuLink};
 
-/// A container's /dev/shm unless its pod says otherwise.
+/// The default size of a container's /dev/shm.
 const SMALL_SHM: u64 = 64 << 20;
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Way {
-    /// Between whom: `within this host`, `to other hosts`.
+    /// Which members it connects: `within this host`, `to other hosts`.
     pub between: &'static str,
     pub uses: String,
-    /// Why not the better one; none when there is no better one.
+    /// Why a better path is not used; `None` if there is no better one.
     pub not_better: Option<String>,
 }
 
@@ -25,7 +25,7 @@ pub struct Way {
 pub struct Advice {
     /// Its name, as in `spec.transport`.
     pub transport: &'static str,
-    /// Why it cannot be used; none when it can.
+    /// Why it cannot be used; `None` if it can.
     pub unusable: Option<String>,
     pub ways: Vec<Way>,
 }

@@ -1,4 +1,4 @@
-//! What a doctor's report is made of. Decides nothing but its form.
+//! The types of the doctor's report. Decides only its form.
 
 use std::path::Path;
 
@@ -10,7 +10,7 @@ use super::host::Host;
 use weightsync_core::plan::NoSharing;
 use weightsync_core::protocol::worker::{FabricFacts, GpuFacts, GpuLink, NcclFacts};
 
-/// Something that is there, or why it is not.
+/// Something that was found, or why it is missing.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub enum Found<T> {
@@ -62,7 +62,7 @@ pub struct Gpus {
 impl Gpus {
     /// No driver, and so nothing else.
     pub fn nothing(why: &dyn std::fmt::Display) -> Self {
-        let nccl = Found::Missing("not looked for: it is of no use without a driver".into());
+        let nccl = Found::Missing("not searched: it needs a driver".into());
         Self { driver: Found::Missing(why.to_string()), gpus: Vec::new(), links: Vec::new(), nccl }
     }
 }
@@ -76,28 +76,28 @@ pub struct Report {
     pub gpus: Gpus,
     #[serde(flatten)]
     pub host: Host,
-    /// GPUs whose memory can be shared with the engine or trainer next to this process (CUDA IPC), or why none.
+    /// GPUs whose memory can be shared with the engine or trainer in the same pod (CUDA IPC), or why none.
     pub shared: Found<Vec<String>>,
     /// NIXL, with its backend UCX, or why it cannot be used.
     pub nixl: Found<FabricFacts>,
-    /// What reads through NIXL need here.
+    /// The requirements of reads through NIXL, with what was found.
     pub gdr: Vec<Check>,
     pub transports: Vec<Advice>,
     /// What should be changed.
     pub notes: Vec<String>,
 }
 
-/// What a report is made from.
+/// Inputs of a report.
 pub struct Facts {
     pub gpus: Gpus,
     pub nixl: Found<FabricFacts>,
     pub host: Host,
-    /// GPUs whose memory can be shared with the process next to this one.
+    /// GPUs whose memory can be shared with the process in the same pod.
     pub shared: Result<Vec<String>, NoSharing>,
 }
 
 impl Report {
-    /// `root` is `/` but in tests.
+    /// `root` is `/` except in tests.
     pub fn new(facts: Facts, root: &Path) -> Self {
         let Facts { gpus, nixl, host, shared } = facts;
         let gdr = gdr::checks(&nixl, &gpus, &host, root);

@@ -1,7 +1,6 @@
-//! What reads through NIXL (`transport.gdr`) need on this machine: each thing, what was found of it, and what to change.
+//! The requirements of reads through NIXL (`transport.gdr`) on this machine: each with what was found and what to change.
 //!
-//! Decides from facts alone. A machine without an RDMA device is no error: it says so, and who demands the transport (`--require gdr`) gets an exit
-//! code.
+//! Decides from facts alone. A machine without an RDMA device is not an error, except with `--require gdr`, which sets the exit code.
 
 use std::path::Path;
 
@@ -18,7 +17,7 @@ use weightsync_core::protocol::worker::FabricFacts;
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Check {
-    /// What was looked at.
+    /// The checked item.
     pub about: String,
     /// What was found.
     pub found: String,

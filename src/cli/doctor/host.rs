@@ -1,4 +1,4 @@
-//! What files of the kernel say of this machine: its devices, limits, namespaces, and the environment that NCCL reads.
+//! Facts of this machine from files of the kernel: devices, limits, namespaces, and the environment that NCCL reads.
 //!
 //! What cannot be read is left out; it asks no library and no GPU.
 
@@ -15,7 +15,7 @@ use weightsync_agent::space::Cgroups;
 /// Inode of the first PID namespace of a kernel (`PROC_PID_INIT_INO`, include/linux/proc_ns.h).
 const FIRST_PID_NAMESPACE: u64 = 0xEFFF_FFFC;
 
-/// What NVIDIA's kernel module says of itself.
+/// The version line of NVIDIA's kernel module.
 const MODULE: &str = "proc/driver/nvidia/version";
 
 /// Variables besides `NCCL_*` that decide what GPUs and libraries do.
@@ -44,7 +44,7 @@ pub struct Limits {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct PidNamespace {
-    /// Its number, to compare with what `readlink /proc/self/ns/pid` says elsewhere.
+    /// Its number, to compare with `readlink /proc/self/ns/pid` in another container.
     pub number: u64,
     pub of_host: bool,
 }

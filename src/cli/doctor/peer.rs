@@ -1,7 +1,7 @@
 //! One edge without a cluster: `--listen` answers, `--peer` measures, over TCP and with the code of a group's pre-flight.
 //!
-//! There is no agent, so neither end proves who it is: the listening one takes bytes of every sender, checks their digests, and keeps none. It says
-//! nothing about reads through NIXL or NCCL.
+//! There is no agent, so neither end authenticates: the listening one accepts bytes of every sender, checks their digests, and keeps none.
+//! It says nothing about reads through NIXL or NCCL.
 
 use std::net::{Ipv6Addr, SocketAddr};
 use std::process::ExitCode;

@@ -1,4 +1,4 @@
-//! A doctor's report for people.
+//! The doctor's report as text.
 
 use std::fmt::Write;
 

@@ -26,7 +26,7 @@ pub(super) fn render() -> anyhow::Result<String> {
     let common: Vec<Definition> = [BUILD].iter().chain(process::DEFINITIONS).copied().collect();
     section(&mut page, "Both", &common);
     let _ = writeln!(page, "## Alerts\n");
-    let _ = writeln!(page, "| alert | severity | for | when | says |\n|---|---|---|---|---|");
+    let _ = writeln!(page, "| alert | severity | for | when | meaning |\n|---|---|---|---|---|");
     for rule in alerts()? {
         let text = |pointer: &str| rule.pointer(pointer).and_then(Value::as_str).unwrap_or_default().trim().replace('\n', " ");
         let _ = writeln!(

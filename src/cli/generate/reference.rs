@@ -28,7 +28,7 @@ pub(super) fn render(schema: &Value) -> String {
         page.line(&format!("| `{}` | {} |", condition.as_str(), condition.meaning()));
     }
     page.line("\n## Reasons\n");
-    page.line("The same word is the reason of a condition, of an Event and of a member, a field of logs and a label of metrics.\n");
+    page.line("Each reason is used in conditions, Events and members, as a field of logs and as a label of metrics.\n");
     page.line("| reason | meaning |\n|---|---|");
     for reason in Reason::ALL {
         page.line(&format!("| `{reason}` | {} |", reason.meaning().trim()));
@@ -100,7 +100,7 @@ fn cell(text: &str) -> String {
     text.replace('|', "\\|")
 }
 
-/// Type and limits of a field, for people.
+/// Type and limits of a field, as text.
 fn kind(schema: &Value) -> String {
     if schema.get("x-kubernetes-int-or-string").and_then(Value::as_bool) == Some(true) {
         return "integer or string".to_owned();

@@ -1,6 +1,6 @@
 //! What both ways of injection add: a token of its own audience, shared memory for weights, and the agent's variables.
 //!
-//! Says what the chart's injection policies say (charts/weightsync/templates); an end-to-end test compares the two.
+//! Equal to the chart's injection policies (charts/weightsync/templates); an end-to-end test compares the two.
 
 use serde_json::{Map, Value, json};
 
@@ -85,8 +85,8 @@ pub(super) fn env(on_host: bool, wishes: &Wishes<'_>, options: &Options) -> Vec<
     env
 }
 
-/// Readiness by the agent: its page says whether the engine's present start holds what it should. A "no" counts at once; for an answer a busy
-/// node has three times as long as it takes from one probe to the next, or a late one would take the only replica from its users.
+/// Readiness probe of the agent: whether the engine's present start holds the version that it should. A "no" counts at once; for a response
+/// a busy node has three times as long as it takes from one probe to the next, or a late one would take the only replica from its users.
 pub(super) fn readiness_probe() -> Value {
     json!({"httpGet": {"path": "/readyz", "port": super::PROBE_PORT}, "periodSeconds": 1, "timeoutSeconds": 3, "failureThreshold": 1})
 }
@@ -96,7 +96,7 @@ pub(super) fn port() -> Value {
     json!({"name": "weightsync", "containerPort": super::STATUS_PORT})
 }
 
-/// What a container of ours needs and may do.
+/// Security context of an added container.
 pub(super) fn confine(container: &mut Value, options: &Options) {
     container["image"] = json!(options.image);
     container["imagePullPolicy"] = json!(options.image_pull_policy);

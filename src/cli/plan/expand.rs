@@ -1,6 +1,6 @@
-//! The pods that a workload would make, as far as a plan needs them: names, labels, indices, containers.
+//! The pods that a workload would create, with the fields that a plan needs: names, labels, indices, containers.
 //!
-//! Names of pods that a controller would make up (Deployment, Job) are made up here as well, and marked as such to the plan.
+//! Names of pods that a controller would generate (Deployment, Job) are generated here, and marked as not stable for the plan.
 
 use anyhow::Context;
 use k8s_openapi::api::core::v1::Pod;
@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 /// Most pods that one workload is expanded to; a larger one is refused, so that a typing error does not fill the memory.
 const MOST: u64 = 10_000;
 
-/// The pods of one document; none for kinds that make no pods.
+/// The pods of one document; none for kinds that create no pods.
 pub(super) fn pods(kind: &str, document: Value) -> anyhow::Result<Vec<Pod>> {
     let made = match kind {
         "Pod" => vec![document],
@@ -19,7 +19,7 @@ pub(super) fn pods(kind: &str, document: Value) -> anyhow::Result<Vec<Pod>> {
         "LeaderWorkerSet" => leader_worker_set(&document)?,
         _ => Vec::new(),
     };
-    made.into_iter().map(|pod| serde_json::from_value(pod).context("its pods make no sense")).collect()
+    made.into_iter().map(|pod| serde_json::from_value(pod).context("its pod template cannot be parsed")).collect()
 }
 
 fn number(document: &Value, pointer: &str, default: u64) -> anyhow::Result<u64> {
@@ -64,7 +64,7 @@ fn template(document: &Value) -> Value {
     document.pointer("/spec/template").cloned().unwrap_or_default()
 }
 
-/// A pod whose name a controller makes up.
+/// A pod whose name a controller generates.
 fn brief(document: &Value, owner: &str, index: u64) -> Value {
     let mut made = pod(document, &template(document), &format!("{}-{index}", name(document)), owner, &[]);
     if let Some(metadata) = made.get_mut("metadata") {

@@ -1,4 +1,4 @@
-//! Reads manifests: WeightSync objects, and pods as they are or as workloads would make them. Other kinds are passed over.
+//! Reads manifests: WeightSync objects, pods, and workloads that would create pods. Other kinds are ignored.
 
 use std::path::Path;
 
@@ -19,7 +19,7 @@ pub(super) struct Manifests {
 pub(super) struct Read {
     pub(super) object: WeightSync,
     pub(super) namespace: String,
-    /// Fields that the API does not know.
+    /// Fields that the API does not have.
     pub(super) unknown: Vec<String>,
 }
 
@@ -27,7 +27,7 @@ impl Manifests {
     /// Reads one file, or standard input.
     pub(super) fn read(&mut self, path: &Path) -> anyhow::Result<()> {
         let text = weightsync_agent::command::text::read(path)?;
-        self.parse(&text).with_context(|| format!("{} makes no sense", path.display()))
+        self.parse(&text).with_context(|| format!("{} cannot be parsed", path.display()))
     }
 
     pub(super) fn parse(&mut self, text: &str) -> anyhow::Result<()> {
@@ -61,7 +61,7 @@ impl Manifests {
         Ok(())
     }
 
-    /// The pods of a namespace. One that no cluster has seen yet is planned as if it ran and were ready.
+    /// The pods of a namespace. A pod without status is planned as if it ran and were ready.
     pub(super) fn pods(&self, namespace: &str) -> Vec<PodFacts> {
         let here = self.pods.iter().filter(|pod| pod.metadata.namespace.as_deref().unwrap_or("default") == namespace);
         here.map(|pod| {

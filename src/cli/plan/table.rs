@@ -1,4 +1,4 @@
-//! A report for people.
+//! The report as text.
 
 use std::fmt::Write;
 

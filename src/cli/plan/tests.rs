@@ -252,7 +252,7 @@ fn memory_of_gpus_and_hosts_is_shown_or_refused() {
     for part in [
         "EXTRA ON EACH GPU",
         "4 GiB",
-        "on each GPU: 3 slots of 1 GiB, next to about 512 MiB for NCCL",
+        "on each GPU: 3 slots of 1 GiB, in addition to about 512 MiB for NCCL",
         "about 512 MiB for the worker (both by estimate)",
         "kept by the source to retry and to feed joiners: 32 GiB, pinned",
     ] {

@@ -42,7 +42,7 @@ fn scaled(text: &str, units: &[(&str, u64)]) -> Option<u64> {
     u64::try_from(number * u128::from(unit) / tenths).ok()
 }
 
-/// Microseconds for people, rounded up.
+/// Microseconds as text, rounded up.
 pub(super) fn show_micros(micros: u64) -> String {
     match micros {
         0..1_000 => format!("{micros} µs"),

@@ -1,7 +1,6 @@
-//! Where agents and controllers are: which pods belong to an object, which container of a pod holds the agent, and which pods are the
-//! operator's.
+//! Finds agents and controllers: the pods of an object, the container with the agent, and the operator's pods.
 //!
-//! Pure but for the lists that it asks for.
+//! Pure except for its list calls.
 
 use std::collections::BTreeSet;
 
@@ -19,7 +18,7 @@ use crate::cli::inject::{AGENT_CONTAINER, ROLE_LABEL};
 /// Port of the controller's status pages.
 pub(super) const CONTROLLER_STATUS: u16 = 8080;
 
-/// Name of the container that holds a pod's agent; none where there is none that we know of.
+/// Name of the container with a pod's agent; `None` if no known one exists.
 pub(super) fn agent_of(pod: &Pod) -> Option<String> {
     let spec = pod.spec.as_ref()?;
     if spec.init_containers.iter().flatten().any(|container| container.name == AGENT_CONTAINER) {
@@ -60,14 +59,14 @@ pub(super) struct Operator {
     pub(super) deployment: Deployment,
 }
 
-/// Finds the operator; `wanted` is its namespace, where the person named it.
+/// Finds the operator; `wanted` is its namespace, if the user gave it.
 pub(super) async fn operator(client: &Client, wanted: Option<&str>) -> anyhow::Result<Operator> {
     let deployments: Api<Deployment> = match wanted {
         Some(namespace) => Api::namespaced(client.clone(), namespace),
         None => Api::all(client.clone()),
     };
     let ours = ListParams::default().labels("app.kubernetes.io/name=weightsync");
-    let what = "deployments cannot be listed (--operator-namespace asks one namespace only)";
+    let what = "deployments cannot be listed (--operator-namespace lists one namespace only)";
     let mut found = within(what, deployments.list(&ours)).await?.items;
     let deployment = match (found.pop(), found.len()) {
         (None, _) => bail!("no installation found: no Deployment has the label app.kubernetes.io/name=weightsync"),

@@ -1,4 +1,4 @@
-//! How the plugin reaches a cluster: the kubeconfig's, with the namespace and context that the person names. Every call has a deadline.
+//! How the plugin reaches a cluster: by the kubeconfig, with the namespace and context of the options. Every call has a deadline.
 
 use std::time::Duration;
 
@@ -13,10 +13,10 @@ use crate::api::WeightSync;
 
 pub const DEADLINE: Duration = Duration::from_secs(15);
 
-/// Options that every verb of the cluster has; the words of kubectl.
+/// Options of every command that uses a cluster; named as in kubectl.
 #[derive(Debug, Clone, Args)]
 pub struct ClusterArgs {
-    /// Namespace; the context's if it is missing.
+    /// Namespace. Default: that of the context.
     #[arg(short, long)]
     namespace: Option<String>,
     /// Context of the kubeconfig.
@@ -27,7 +27,7 @@ pub struct ClusterArgs {
 #[derive(Clone)]
 pub struct Access {
     pub client: Client,
-    /// The namespace that the person named, or the context's.
+    /// The namespace of the option, or of the context.
     pub namespace: String,
 }
 
@@ -59,12 +59,12 @@ impl ClusterArgs {
     }
 }
 
-/// What a call answers, within [`DEADLINE`]; `what` says in an error what cannot be done, and so which right may be missing.
+/// The result of a call, within [`DEADLINE`]. `what` names the failed action in an error, and so the right that may be missing.
 pub async fn within<T, E>(what: &str, call: impl Future<Output = Result<T, E>>) -> anyhow::Result<T>
 where
     E: std::error::Error + Send + Sync + 'static,
 {
-    let answer = tokio::time::timeout(DEADLINE, call).await.context("the cluster gave no answer within 15 s")?;
+    let answer = tokio::time::timeout(DEADLINE, call).await.context("the cluster did not respond within 15 s")?;
     answer.with_context(|| what.to_owned())
 }
 

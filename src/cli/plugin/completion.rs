@@ -1,4 +1,4 @@
-//! `kubectl weightsync completion SHELL`: completion of verbs and options.
+//! `kubectl weightsync completion SHELL`: completion of commands and options.
 //!
 //! kubectl itself asks a program `kubectl_complete-weightsync` on the PATH for candidates: that program is `completion kubectl`, and asks
 //! this one in turn (`__complete`).
@@ -30,7 +30,7 @@ pub enum For {
 
 #[derive(Debug, Args)]
 pub struct CompletionArgs {
-    /// For whom.
+    /// Shell to write it for.
     shell: For,
 }
 
@@ -49,7 +49,7 @@ impl CompletionArgs {
         let mut script = Vec::new();
         match shell {
             None => script.extend_from_slice(SCRIPT.as_bytes()),
-            // The program's own name: kubectl's own completion does not look at words after `kubectl`.
+            // The program's own name: kubectl's completion ignores words after `kubectl`.
             Some(shell) => {
                 clap_complete::generate(shell, &mut Plugin::command().bin_name("kubectl-weightsync"), "kubectl-weightsync", &mut script);
             }
@@ -61,7 +61,7 @@ impl CompletionArgs {
 
 #[derive(Debug, Args)]
 pub struct CandidatesArgs {
-    /// Words so far; the last one is being written.
+    /// Words so far; the last one is incomplete.
     #[arg(last = true)]
     words: Vec<String>,
 }
@@ -86,7 +86,7 @@ fn candidates(plugin: &Command, words: &[String]) -> Vec<String> {
             options.filter_map(|argument| argument.get_long().map(|long| format!("--{long}"))).collect()
         }
         None => plugin.get_subcommands().filter(|verb| !verb.is_hide_set()).map(|verb| verb.get_name().to_owned()).collect(),
-        // Values of the option before, where they are a closed list.
+        // Values of the previous option, if they are a closed list.
         Some(verb) => {
             let option = before.last().and_then(|word| {
                 let short = word.strip_prefix('-').and_then(|rest| rest.chars().next()).filter(|c| *c != '-');

@@ -1,4 +1,5 @@
-//! HTTP to a port of a pod through the API server's port-forward: works wherever kubectl works, with the person's right `pods/portforward`.
+//! HTTP to a port of a pod through the API server's port-forward. It works wherever kubectl works, and needs the user's right
+//! `pods/portforward`.
 
 use std::time::Duration;
 
@@ -17,12 +18,12 @@ const DEADLINE: Duration = Duration::from_secs(15);
 const LONGEST: usize = 16 << 20;
 
 pub(super) async fn open(pods: &Api<Pod>, pod: &str, port: u16) -> anyhow::Result<DuplexStream> {
-    let forwarded = timeout(DEADLINE, pods.portforward(pod, &[port])).await.context("the cluster gave no answer within 15 s")?;
+    let forwarded = timeout(DEADLINE, pods.portforward(pod, &[port])).await.context("the cluster did not respond within 15 s")?;
     let mut forwarded = forwarded.with_context(|| format!("port {port} of pod {pod} cannot be forwarded"))?;
     forwarded.take_stream(port).with_context(|| format!("port {port} of pod {pod} was not forwarded"))
 }
 
-/// One `GET`; the body of a good answer. Any other answer is an error with its text.
+/// One `GET`; returns the body of a successful response. Any other response is an error with its text.
 pub(super) async fn get(pods: &Api<Pod>, pod: &str, port: u16, path: &str) -> anyhow::Result<String> {
     let asked = async {
         let stream = open(pods, pod, port).await?;
@@ -39,6 +40,6 @@ pub(super) async fn get(pods: &Api<Pod>, pod: &str, port: u16, path: &str) -> an
         }
         Ok(text)
     };
-    let answer = timeout(DEADLINE, asked).await.context("no answer within 15 s")?;
+    let answer = timeout(DEADLINE, asked).await.context("no response within 15 s")?;
     answer.with_context(|| format!("{pod}:{port}{path} cannot be read"))
 }

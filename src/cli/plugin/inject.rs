@@ -1,7 +1,7 @@
 //! `kubectl weightsync inject`: reads manifests, adds the agent where a template opts in, writes them again.
 //!
-//! Image, controller and CA are asked of the installation in the cluster unless they are given, so that a manifest made by hand and one
-//! changed by the admission policy are the same.
+//! Unless they are given, image, controller and CA are read from the installation in the cluster. So the result equals that of the
+//! admission policy.
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -25,31 +25,31 @@ pub struct InjectArgs {
     /// File with manifests (YAML, several documents); `-` is standard input.
     #[arg(short, long, default_value = "-")]
     filename: PathBuf,
-    /// Image of the agent; asked of the installed controller if it is missing.
+    /// Image of the agent. Default: that of the installed controller.
     #[arg(long)]
     image: Option<String>,
     /// Pull policy of that image.
     #[arg(long, default_value = "IfNotPresent")]
     image_pull_policy: String,
-    /// URL of the controller's enrolment service; asked of the installation if it is missing.
+    /// URL of the controller's enrolment service. Default: that of the installation.
     #[arg(long, requires = "ca_file")]
     controller_url: Option<String>,
-    /// File with the PEM of the controller's CA; asked of the installation if it is missing.
+    /// File with the PEM of the controller's CA. Default: that of the installation.
     #[arg(long, requires = "controller_url")]
     ca_file: Option<PathBuf>,
-    /// CPU that the sidecar, or the container that copies the program, requests.
+    /// CPU request of the sidecar, or of the container that copies the program.
     #[arg(long, default_value = "100m")]
     cpu: String,
-    /// Memory that it requests, besides the shared memory that holds weights.
+    /// Memory request, in addition to the shared memory that holds weights.
     #[arg(long, default_value = "64Mi")]
     memory: String,
-    /// Limit of its CPU; none if it is missing.
+    /// CPU limit. Default: none.
     #[arg(long)]
     cpu_limit: Option<String>,
-    /// Limit of its memory; none if it is missing. It must have room for the versions that the agent keeps.
+    /// Memory limit. Default: none. It must have room for the versions that the agent keeps.
     #[arg(long)]
     memory_limit: Option<String>,
-    /// Limit of the volume that a pod gets at /dev/shm where it mounts none of its own; none if it is missing.
+    /// Limit of the volume at /dev/shm that a pod gets if it mounts none of its own. Default: none.
     #[arg(long)]
     shm_limit: Option<String>,
 }
@@ -102,9 +102,9 @@ impl InjectArgs {
             });
         }
         let found = crate::cli::block_on(async {
-            tokio::time::timeout(DEADLINE, installation()).await.context("the cluster gave no answer within 15 s")?
+            tokio::time::timeout(DEADLINE, installation()).await.context("the cluster did not respond within 15 s")?
         })
-        .context("the installation cannot be asked: give --image, --controller-url and --ca-file")?;
+        .context("the installation cannot be read: give --image, --controller-url and --ca-file")?;
         Ok(Options {
             image: self.image.clone().unwrap_or(found.image),
             image_pull_policy,

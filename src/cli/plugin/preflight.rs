@@ -1,7 +1,7 @@
-//! `kubectl weightsync preflight NAME`: has every edge of the group measured now, and shows what came of it.
+//! `kubectl weightsync preflight NAME`: measures every edge of the group now, and shows the result.
 //!
-//! Asks by an annotation, which the controller passes on with the next epoch; it decides nothing. While an update runs, the measurement waits for
-//! its end.
+//! Requests the measurement by an annotation, which the controller sends to the agents with the next epoch. Makes no decision. While an
+//! update runs, the measurement waits for its end.
 
 use std::fmt::Write as _;
 use std::process::ExitCode;
@@ -24,15 +24,15 @@ use weightsync_core::plan::show_rate;
 
 #[derive(Debug, Args)]
 pub struct PreflightArgs {
-    /// Name of the object; may be left out when the namespace has one only.
+    /// Name of the object; optional if the namespace has only one.
     name: Option<String>,
-    /// Which cluster.
+    /// The cluster.
     #[command(flatten)]
     cluster: ClusterArgs,
     /// Seconds to wait for the measurement.
     #[arg(long, default_value_t = 300, value_parser = clap::value_parser!(u64).range(1..=86_400))]
     timeout: u64,
-    /// How to print it. Progress goes to standard error.
+    /// Output format. Progress goes to standard error.
     #[arg(short, long, value_enum, default_value_t)]
     output: Output,
 }
@@ -84,7 +84,7 @@ fn refuse(object: &WeightSync) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Watches until the group has answered the request, and the members that it leaves out are out.
+/// Watches until the group has measured its edges, and the members that it leaves out have left.
 async fn follow(api: &Api<WeightSync>, name: &str, request: &str) -> anyhow::Result<WeightSync> {
     let only = watcher::Config::default().fields(&format!("metadata.name={name}"));
     let mut changes = std::pin::pin!(watcher(api.clone(), only).default_backoff().applied_objects());

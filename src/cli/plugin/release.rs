@@ -1,7 +1,7 @@
-//! `kubectl weightsync release [NAME]`: suspends an object and waits until every pod serves on its own.
+//! `kubectl weightsync release [NAME]`: suspends an object and waits until every pod serves outside the group.
 //!
-//! For the time before an uninstall, or when something else is to take the weights over. `spec.suspend: false` brings the group back, and
-//! this verb never sets that.
+//! For use before an uninstall, or before another tool takes the weights over. `spec.suspend: false` forms the group again; this command
+//! never sets that.
 
 use std::process::ExitCode;
 use std::time::Duration;
@@ -19,15 +19,15 @@ use weightsync_agent::command::Output;
 
 #[derive(Debug, Args)]
 pub struct ReleaseArgs {
-    /// Name of the object; may be left out when the namespace has one only.
+    /// Name of the object; optional if the namespace has only one.
     name: Option<String>,
-    /// Which cluster.
+    /// The cluster.
     #[command(flatten)]
     cluster: ClusterArgs,
     /// Seconds to wait until all pods are released; 0 does not wait.
     #[arg(long, default_value_t = 60)]
     timeout: u64,
-    /// How to print it.
+    /// Output format.
     #[arg(short, long, value_enum, default_value_t)]
     output: Output,
 }
@@ -48,7 +48,7 @@ impl ReleaseArgs {
             match self.output {
                 Output::Json => println!("{}", json!({"name": name, "suspend": true, "released": self.timeout > 0})),
                 Output::Human => {
-                    println!("{name} is released: its pods serve what they have; this takes it up again:");
+                    println!("{name} is released: its pods serve their current weights; to form the group again:");
                     println!(r#"  kubectl patch ws {name} --type merge -p '{{"spec":{{"suspend":false}}}}'"#);
                 }
             }
@@ -57,14 +57,14 @@ impl ReleaseArgs {
     }
 }
 
-/// Sets `spec.suspend`; the generation that says so.
+/// Sets `spec.suspend`; returns the generation with the change.
 async fn suspend(api: &Api<WeightSync>, name: &str) -> anyhow::Result<Option<i64>> {
     let patch = Patch::Merge(json!({"spec": {"suspend": true}}));
     let what = format!("WeightSync {name} cannot be suspended");
     Ok(within(&what, api.patch(name, &PatchParams::default(), &patch)).await?.metadata.generation)
 }
 
-/// The controller says so of this generation or a later one: no pod is in a group any more.
+/// Whether status reports, for this generation or a later one, that no pod is in a group.
 fn is_released(object: &WeightSync, generation: Option<i64>) -> bool {
     let Some(status) = &object.status else { return false };
     let condition = status.conditions.iter().find(|condition| condition.type_ == "Ready");

@@ -1,8 +1,8 @@
-//! `kubectl weightsync report [NAME]`: one tar file for a bug report: objects, their Events and pods, our own logs and metrics, and what
-//! could not be had.
+//! `kubectl weightsync report [NAME]`: one tar file for a bug report: objects, their Events and pods, WeightSync's logs and metrics, and
+//! what could not be collected.
 //!
-//! Decides what is asked for, and under which names it lies in the file. Of each answer it copies only what [`fields`] and [`lines`] name.
-//! It never reads a Secret, and an answer that cannot be had never ends the report.
+//! Decides what is requested, and the names in the file. Of each response it copies only what [`fields`] and [`lines`] list. It never reads
+//! a Secret, and a failed request never ends the report.
 
 mod archive;
 mod fields;
@@ -36,9 +36,9 @@ const CONTROLLER: &str = "controller";
 
 #[derive(Debug, Args)]
 pub struct ReportArgs {
-    /// Name of the object; all objects of the namespace if it is missing.
+    /// Name of the object. Default: all objects of the namespace.
     name: Option<String>,
-    /// Which cluster.
+    /// The cluster.
     #[command(flatten)]
     cluster: ClusterArgs,
     /// File to write; must not exist.
@@ -47,10 +47,10 @@ pub struct ReportArgs {
     /// Lines of each log, from the end.
     #[arg(long, default_value_t = 5000, value_parser = clap::value_parser!(i64).range(1..=100_000))]
     tail: i64,
-    /// Namespace of the operator; looked for if it is missing.
+    /// Namespace of the operator. Default: searched.
     #[arg(long)]
     operator_namespace: Option<String>,
-    /// How to print what was written.
+    /// Output format of the summary.
     #[arg(short, long, value_enum, default_value_t)]
     output: Output,
 }
@@ -65,9 +65,9 @@ struct Collected {
 }
 
 struct Missing {
-    /// For the report: our own words.
+    /// For the report: WeightSync's own text.
     what: String,
-    /// For the person at the terminal: with all causes, which may quote anything.
+    /// For the terminal: with all causes, which may quote anything.
     causes: String,
 }
 
@@ -88,14 +88,14 @@ impl Collected {
         self.text(folder, name, ".json", format!("{value:#}\n"));
     }
 
-    /// What was had, or a note of why not.
+    /// The result, or a note why it is missing.
     fn take<T>(&mut self, what: &str, had: anyhow::Result<T>) -> Option<T> {
         had.map_err(|error| self.missing.push(Missing { what: format!("{what}: {}", short(&error)), causes: format!("{what}: {error:#}") }))
             .ok()
     }
 }
 
-/// An error in our own words, with the API server's code: the words of others may hold anything.
+/// An error as WeightSync's own text, with the API server's code: foreign texts may contain anything.
 fn short(error: &anyhow::Error) -> String {
     let code = error.chain().find_map(|cause| match cause.downcast_ref::<kube::Error>() {
         Some(kube::Error::Api(status)) => Some(status.code),
@@ -111,7 +111,7 @@ impl ReportArgs {
             let now = Timestamp::now();
             let default = || PathBuf::from(format!("weightsync-report-{}.tar", now.strftime("%Y%m%d-%H%M%S")));
             let path = self.file.clone().unwrap_or_else(default);
-            // Before minutes of work; and a file that is there is not overwritten.
+            // Before minutes of work; an existing file is not overwritten.
             let mut archive = Archive::create(&path, now.as_second()).with_context(|| format!("{} cannot be made", path.display()))?;
 
             let mut collected = Collected::default();
@@ -208,7 +208,7 @@ impl ReportArgs {
         self.name.as_ref().is_none_or(|wanted| wanted == name)
     }
 
-    /// Our lines of a container's log, of this life and the one before.
+    /// WeightSync's lines of a container's log, of the current and the previous run.
     async fn log(&self, pods: &Api<Pod>, pod: &str, container: &str, into: &mut Collected) {
         let what = format!("the log of {pod}/{container} cannot be read");
         for (previous, ending) in [(false, ".log"), (true, "-previous.log")] {
@@ -220,7 +220,7 @@ impl ReportArgs {
                 ..LogParams::default()
             };
             let text = within(&what, pods.logs(pod, &params)).await;
-            // Most containers had no life before this one, and the API server says so by an error.
+            // Most containers have no previous run; the API server then returns an error.
             let text = if previous { text.ok() } else { into.take("logs", text) };
             if let Some(text) = text {
                 let (kept, left_out) = lines::log(&text);

@@ -1,6 +1,6 @@
-//! `kubectl weightsync rollback NAME`: `spec.targetVersion`, set to a version that is kept, or taken away again.
+//! `kubectl weightsync rollback NAME`: sets `spec.targetVersion` to a kept version, or removes it.
 //!
-//! Decides which version is meant, and refuses one that no one keeps before anything is changed. The controller does the rest.
+//! Decides the version, and refuses one that no member keeps before anything is changed. The controller does the rest.
 
 use std::collections::BTreeSet;
 use std::process::ExitCode;
@@ -20,32 +20,32 @@ use weightsync_agent::command::Output;
 
 #[derive(Debug, Args)]
 pub struct RollbackArgs {
-    /// Name of the object; may be left out when the namespace has one only.
+    /// Name of the object; optional if the namespace has only one.
     name: Option<String>,
-    /// Which cluster.
+    /// The cluster.
     #[command(flatten)]
     cluster: ClusterArgs,
-    /// The version to go back to; the newest kept one below the current version if it is missing.
+    /// The version to go back to. Default: the newest kept one below the current version.
     #[arg(long, conflicts_with = "clear")]
     to: Option<i64>,
-    /// Let the object go on: it stays at its version until a higher one is published.
+    /// Clear the target: the object stays at its version until a higher one is published.
     #[arg(long)]
     clear: bool,
     /// Seconds to wait until every replica serves the version; 0 does not wait.
     #[arg(long, default_value_t = 300)]
     timeout: u64,
-    /// How to print it. Progress goes to standard error.
+    /// Output format. Progress goes to standard error.
     #[arg(short, long, value_enum, default_value_t)]
     output: Output,
 }
 
 #[derive(Debug, PartialEq, Eq)]
 enum Progress {
-    /// Not there; so many replicas of so many are.
+    /// Not finished: the number of replicas that serve it, and of all.
     Moving(usize, usize),
     /// Every replica of the group serves it.
     There,
-    /// It cannot come: why.
+    /// It cannot finish: the cause.
     Missing(String),
 }
 
@@ -59,7 +59,7 @@ impl RollbackArgs {
                 set(&api, &name, None).await?;
                 match self.output {
                     Output::Json => println!("{}", json!({"name": name, "targetVersion": null, "version": version(&before)})),
-                    Output::Human => println!("{name} is held no longer: it goes on with the next version that is published"),
+                    Output::Human => println!("{name} is not held any more: it continues with the next published version"),
                 }
                 return Ok(ExitCode::SUCCESS);
             }
@@ -81,7 +81,7 @@ impl RollbackArgs {
                     println!("{}", json!({"name": name, "targetVersion": target, "from": version(&before), "done": done}));
                 }
                 Output::Human if done => {
-                    println!("{name} serves version {target} and is held there: kubectl weightsync rollback {name} --clear lets it go on");
+                    println!("{name} serves version {target} and is held there; to continue: kubectl weightsync rollback {name} --clear");
                 }
                 Output::Human => println!("{name} goes back to version {target}: kubectl weightsync status {name} --watch"),
             }
@@ -123,7 +123,7 @@ fn is_rollout(name: &str) -> bool {
     !name.starts_with("trainer/")
 }
 
-/// The version that is meant, if somebody keeps it.
+/// The version to go back to, if a member keeps it.
 fn choose(object: &WeightSync, wanted: Option<i64>) -> anyhow::Result<i64> {
     let name = object.name_any();
     if object.spec.suspend {
@@ -135,7 +135,7 @@ fn choose(object: &WeightSync, wanted: Option<i64>) -> anyhow::Result<i64> {
     let status = object.status.clone().unwrap_or_default();
     let refused = |version: &i64| object.spec.canary.is_some() && status.refused.contains(version);
     if let Some(wanted) = wanted.filter(refused) {
-        bail!("the canary refused version {wanted} of {name}: to go back to it all the same, remove spec.canary");
+        bail!("the canary refused version {wanted} of {name}: to go back to it anyway, remove spec.canary");
     }
     let kept = status.members.iter().flat_map(|member| member.retained.iter().copied());
     let kept: BTreeSet<i64> = kept.filter(|version| !refused(version)).collect();
@@ -143,20 +143,20 @@ fn choose(object: &WeightSync, wanted: Option<i64>) -> anyhow::Result<i64> {
     let listed = if kept.is_empty() { "none".to_owned() } else { kept.iter().map(i64::to_string).collect::<Vec<_>>().join(", ") };
     let keep = object.spec.membership.keep;
     match wanted {
-        // Status lists so many members only: the others may keep it.
+        // Status lists only some members: the others may keep it.
         Some(wanted) if kept.contains(&wanted) || current == Some(wanted) || status.members.len() >= MAX_MEMBERS => Ok(wanted),
-        Some(wanted) => bail!("no one keeps version {wanted} of {name}; kept are: {listed} (membership.keep: {keep})"),
+        Some(wanted) => bail!("no member keeps version {wanted} of {name}; kept versions: {listed} (membership.keep: {keep})"),
         None => {
             let Some(current) = current else { bail!("{name} has no version yet: there is nothing to go back from") };
             let below = kept.range(..current).next_back().copied();
             below.with_context(|| {
-                format!("no one keeps a version of {name} below {current}; kept are: {listed} (membership.keep: {keep}, must be 2 or more)")
+                format!("no member keeps a version of {name} below {current}; kept versions: {listed} (membership.keep: {keep}, must be 2 or more)")
             })
         }
     }
 }
 
-/// How far it is, by a status that knows of this generation.
+/// The progress, from a status of this generation.
 fn progress(object: &WeightSync, target: i64, generation: Option<i64>) -> Progress {
     let status = object.status.clone().unwrap_or_default();
     let rollouts: Vec<_> = status.members.iter().filter(|member| is_rollout(&member.name)).collect();

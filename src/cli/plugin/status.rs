@@ -17,15 +17,15 @@ use weightsync_agent::command::text::columns;
 
 #[derive(Debug, Args)]
 pub struct StatusArgs {
-    /// Name of the object; may be left out when the namespace has one only.
+    /// Name of the object; optional if the namespace has only one.
     name: Option<String>,
-    /// Which cluster.
+    /// The cluster.
     #[command(flatten)]
     cluster: ClusterArgs,
-    /// Go on showing every change until interrupted.
+    /// Show every change until interrupted.
     #[arg(short, long)]
     watch: bool,
-    /// How to print it; with `--watch`, one JSON object a line.
+    /// Output format; with `--watch`, JSON is one object for each line.
     #[arg(short, long, value_enum, default_value_t)]
     output: Output,
 }
@@ -95,7 +95,7 @@ fn table(object: &WeightSync) -> String {
     text
 }
 
-/// Versions that can be gone back to, the newest first; none when there is the current one only.
+/// Kept versions below or above the current one, the newest first; `None` if there is only the current one.
 fn kept(status: &WeightSyncStatus) -> Option<String> {
     let mut kept: BTreeMap<i64, usize> = BTreeMap::new();
     for version in status.members.iter().flat_map(|member| &member.retained) {
@@ -105,7 +105,7 @@ fn kept(status: &WeightSyncStatus) -> Option<String> {
     (kept.len() > 1).then(|| format!("kept versions: {}", listed.join(", ")))
 }
 
-/// Conditions that say that all is well say it in the first line already.
+/// The first line already shows conditions that report no problem.
 fn worth_telling(kind: &str, status: &str) -> bool {
     match kind {
         "Degraded" | "Progressing" => status == "True",

@@ -1,4 +1,4 @@
-//! `kubectl weightsync ui`: brings the web page of the leading controller to this machine, through the API server.
+//! `kubectl weightsync ui`: forwards the web page of the leading controller to this machine, through the API server.
 //!
 //! It listens on the loopback interface only, and ends when it is interrupted.
 
@@ -23,16 +23,16 @@ use weightsync_agent::command::Output;
 
 #[derive(Debug, Args)]
 pub struct UiArgs {
-    /// Which cluster.
+    /// The cluster.
     #[command(flatten)]
     cluster: ClusterArgs,
-    /// Port on this machine; 0 takes a free one.
+    /// Local port; 0 takes a free one.
     #[arg(long, default_value_t = 0)]
     port: u16,
-    /// Namespace of the operator; looked for if it is missing.
+    /// Namespace of the operator. Default: searched.
     #[arg(long)]
     operator_namespace: Option<String>,
-    /// How to print the address.
+    /// Output format of the address.
     #[arg(short, long, value_enum, default_value_t)]
     output: Output,
 }
@@ -48,7 +48,7 @@ impl UiArgs {
             let listener = TcpListener::bind(address).await.with_context(|| format!("cannot listen on {address}"))?;
             let url = format!("http://{}/ui/", listener.local_addr()?);
             match self.output {
-                Output::Human => println!("{url} shows what {pod} knows; Ctrl-C ends it"),
+                Output::Human => println!("{url} shows the state of {pod}; stop with Ctrl-C"),
                 Output::Json => println!("{}", json!({"url": url, "pod": pod})),
             }
             let mut connections = JoinSet::new();
@@ -74,7 +74,7 @@ impl UiArgs {
 
 async fn pass_on(pods: Api<Pod>, pod: String, mut near: TcpStream) {
     match open(&pods, &pod, CONTROLLER_STATUS).await {
-        // Either side may close whenever it likes.
+        // Either side may close at any time.
         Ok(mut far) => drop(copy_bidirectional(&mut near, &mut far).await),
         Err(error) => eprintln!("error: {error:#}"),
     }

@@ -1,6 +1,6 @@
 //! Progress as lines, for a log or a pipe: one when the attempt or the phase changes, and one every ten seconds while neither does.
 //!
-//! Decides which replies of the agent make a line and what it says. It never prints.
+//! Decides which replies of the agent make a line, and its text. It never prints.
 
 use std::time::{Duration, Instant};
 
@@ -12,7 +12,7 @@ use weightsync_core::protocol::{ClientReply, UpdatePhase, Version};
 /// Time between two lines while attempt and phase stay the same.
 const PERIOD: Duration = Duration::from_secs(10);
 
-/// What the last lines said.
+/// The content of the last lines.
 pub(super) struct Lines {
     version: Version,
     begun: Instant,

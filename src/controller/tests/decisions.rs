@@ -248,7 +248,7 @@ fn pod_with_wedged_engine_is_deleted_only_where_asked() {
     let asked = wedged(&changed("ws", 0, restart), &view, &pods);
     assert_eq!(asked.delete, [(pods[0], "stuck".to_owned())]);
     assert_eq!(asked.problems.len(), 1, "{:?}", asked.problems);
-    assert!(asked.problems[0].1.contains("actor-1: no one would make it again"), "{:?}", asked.problems);
+    assert!(asked.problems[0].1.contains("actor-1: it has no owner"), "{:?}", asked.problems);
 }
 
 #[test]

@@ -134,5 +134,5 @@ fn pod_that_lacks_its_wrapper_is_named_with_the_remedy() {
     let sidecar = pod("actor-0", |pod| pod["spec"]["initContainers"] = json!([{"name": "weightsync-agent"}]));
     assert!(unwrapped(&sidecar).is_some(), "a sidecar shares no GPU");
     let early = unwrapped(&pod("actor-0", annotated("wrap"))).unwrap();
-    assert!(early.contains("make it again"), "{early}");
+    assert!(early.contains("recreate it"), "{early}");
 }

@@ -1,5 +1,5 @@
-//! Posts traces to an OpenTelemetry collector as JSON (OTLP over HTTP). Decides what a trace looks like there and when it is posted again.
-//! It never delays an update: every wait has a deadline, and it logs and drops a trace that the collector does not take.
+//! Posts traces to an OpenTelemetry collector as JSON (OTLP over HTTP). Decides the format of a trace and when it is posted again. It never
+//! delays an update: every wait has a deadline, and it logs and drops a trace that the collector does not accept.
 
 use std::time::Duration;
 
@@ -16,11 +16,11 @@ use weightsync_net::https::{no_tls, with_causes};
 use super::{BoxError, Span, Trace, TracesError};
 use crate::controller::events::cut;
 
-/// How long one trace may take, all its posts together.
+/// Longest time for one trace, all its posts together.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// Waits between posts of one trace, the first and the longest.
 const WAITS: (Duration, Duration) = (Duration::from_millis(100), Duration::from_millis(1600));
-/// How much of an answer is read, in bytes. Collectors answer with less than 100.
+/// Longest part of a response that is read, in bytes. Collectors respond with less than 100.
 const ANSWER: usize = 64 << 10;
 /// Longest text of an attribute in bytes.
 const TEXT: usize = 512;
@@ -29,7 +29,7 @@ const INTERNAL: u8 = 1;
 /// This trace is sampled (bit 0), and every parent is known (bit 8) to be of this process (bit 9 is not set).
 const FLAGS: u32 = 0x101;
 
-/// A collector, and this process as it names itself there.
+/// A collector, and the resource attributes of this process.
 pub(super) struct Collector {
     client: Client,
     url: Url,
@@ -48,7 +48,7 @@ impl Collector {
         if url.scheme() != "http" {
             return Err(format!("its scheme is {:?}, and traces are sent over http only", url.scheme()).into());
         }
-        // As the specification of OTLP says of OTEL_EXPORTER_OTLP_ENDPOINT.
+        // As specified by OTLP for OTEL_EXPORTER_OTLP_ENDPOINT.
         if !url.path().ends_with("/v1/traces") {
             let path = format!("{}/v1/traces", url.path().trim_end_matches('/'));
             url.set_path(&path);
@@ -63,7 +63,7 @@ impl Collector {
         Ok(Self { client, url, instance: instance.to_owned() })
     }
 
-    /// Posts each trace that comes, one after the other, until every sender is gone.
+    /// Posts each trace, one after the other, until every sender is gone.
     pub(super) async fn post_all(self, mut traces: mpsc::Receiver<Trace>) {
         while let Some(trace) = traces.recv().await {
             if let Err(error) = self.post(&trace).await {
@@ -72,7 +72,7 @@ impl Collector {
         }
     }
 
-    /// Posts one trace, again and again while the collector cannot be reached or asks for that.
+    /// Posts one trace, and repeats it while the collector cannot be reached or requests a retry.
     async fn post(&self, trace: &Trace) -> Result<(), PostError> {
         let body = self.body(trace);
         let until = Instant::now() + PATIENCE;
@@ -106,7 +106,7 @@ impl Collector {
         {
             text.extend_from_slice(&piece);
         }
-        // The status says that the collector took the trace. Its answer may be empty, or say why a part of the trace is lost.
+        // The status confirms the trace. The body may be empty, or give the cause of a partial loss.
         let answer: Value = serde_json::from_slice(&text).unwrap_or_default();
         match answer.pointer("/partialSuccess/errorMessage").and_then(Value::as_str) {
             None | Some("") => Ok(()),
@@ -129,25 +129,25 @@ impl Collector {
     }
 }
 
-/// Why the collector did not take a whole trace.
+/// Why the collector did not accept a whole trace.
 #[derive(Debug, thiserror::Error)]
 enum PostError {
-    #[error("it did not answer within {PATIENCE:?}")]
+    #[error("it did not respond within {PATIENCE:?}")]
     Late,
     #[error(transparent)]
     Http(reqwest::Error),
     #[error("it answered {status}")]
     Status { status: StatusCode, retry_after: Duration },
-    #[error("it took the trace only in part: {0}")]
+    #[error("it accepted only a part of the trace: {0}")]
     Partly(String),
 }
 
 impl PostError {
-    /// How long the collector asks to wait before the same post; none if that would fail again.
+    /// The collector's requested wait before a retry; `None` if a retry would fail again.
     fn may_try_after(&self) -> Option<Duration> {
         match self {
             Self::Http(_) => Some(Duration::ZERO),
-            // The statuses for which OTLP asks for another try.
+            // The statuses that OTLP defines as retryable.
             Self::Status { status, retry_after } => matches!(status.as_u16(), 429 | 502 | 503 | 504).then_some(*retry_after),
             Self::Late | Self::Partly(_) => None,
         }

@@ -1,4 +1,4 @@
-// Draws what /ui/state says, every two seconds. Text from the cluster is only ever set as text, never as markup.
+// Draws /ui/state every two seconds. Text from the cluster is set as text, never as markup.
 "use strict";
 
 const PERIOD = 2000;
@@ -49,7 +49,7 @@ function members(object) {
   return table(["member", "state", "ranks", "version", "reason", "message"], object.members.map(row));
 }
 
-// The phases of one attempt side by side, to the scale of the longest attempt that is shown.
+// The phases of one attempt in one bar, on the scale of the longest attempt on the page.
 function bar(update, longest) {
   const svg = document.createElementNS(SVG, "svg");
   svg.setAttribute("viewBox", "0 0 1000 20");
@@ -77,7 +77,7 @@ function bar(update, longest) {
 const total = (update) => update.phases.reduce((sum, [, ms]) => sum + ms, 0);
 
 function timeline(object) {
-  if (object.updates.length === 0) return make("p", { class: "soft" }, "no update was seen since this controller leads");
+  if (object.updates.length === 0) return make("p", { class: "soft" }, "no update since this controller became the leader");
   const longest = Math.max(...object.updates.map(total));
   const row = (update) =>
     make("tr", {},
@@ -108,7 +108,7 @@ function legend() {
 
 function section(object) {
   const facts = [
-    `${object.ready} of ${object.total} replicas ready, ${object.minReady} must`,
+    `${object.ready} of ${object.total} replicas ready, minReady is ${object.minReady}`,
     `version ${shown(object.version)}`,
     `epoch ${object.epoch}`,
     `world size ${object.worldSize}`,
@@ -133,19 +133,19 @@ function draw(state) {
   const more = state.total > state.objects.length ? `, the first ${state.objects.length} are shown` : "";
   about.textContent = state.leads
     ? `${state.total} object${state.total === 1 ? "" : "s"}${more} · ${state.pod} · ${state.program}`
-    : `${state.pod} does not lead: ask the controller that holds the lease`;
+    : `${state.pod} does not lead: open the page of the controller that holds the lease`;
   document.getElementById("objects").replaceChildren(...state.objects.map(section));
 }
 
 async function look() {
   try {
     const answer = await fetch("/ui/state", { signal: AbortSignal.timeout(DEADLINE) });
-    if (!answer.ok) throw new Error(`answer ${answer.status}`);
+    if (!answer.ok) throw new Error(`HTTP status ${answer.status}`);
     draw(await answer.json());
   } catch (error) {
     const about = document.getElementById("about");
     about.classList.add("lost");
-    about.textContent = `the controller cannot be asked (${error.message}); what is shown is old`;
+    about.textContent = `the controller cannot be reached (${error.message}); the data below is old`;
   }
   setTimeout(look, PERIOD);
 }

@@ -1,4 +1,4 @@
-//! The JSON behind the web page. Bounded: so many objects, members of each, and attempts of each; counts tell of the rest.
+//! The JSON of the web page. Bounded in objects, members and attempts; counts include the rest.
 
 use serde::Serialize;
 
@@ -17,7 +17,7 @@ pub(super) struct State {
     /// Version of the program.
     program: &'static str,
     pod: String,
-    /// Whether it leads; one that does not knows of no object.
+    /// Whether it leads; a controller that does not lead shows no objects.
     leads: bool,
     /// Objects in all.
     total: usize,
@@ -64,7 +64,7 @@ struct Member {
 }
 
 impl State {
-    /// Of a controller in `pod` that knows these objects; none before it leads.
+    /// The state of a controller in `pod` with these objects; none before it leads.
     pub(super) fn of(pod: &str, seen: Option<Vec<Seen>>) -> Self {
         let leads = seen.is_some();
         let seen = seen.unwrap_or_default();

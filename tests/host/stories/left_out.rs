@@ -75,8 +75,9 @@ async fn engine_that_accepts_but_never_answers_is_named() {
     // One that begins to hang in the group leaves it, and comes back when it answers.
     world.spoil(2, &spoiled("*", &hangs)).await;
     // Informed of before as well, where it had not started yet when it was asked first.
-    let silent =
-        |event: &Value| event["member"] == "rollouts/actor-2" && event["message"].as_str().is_some_and(|text| text.contains("no answer"));
+    let silent = |event: &Value| {
+        event["member"] == "rollouts/actor-2" && event["message"].as_str().is_some_and(|text| text.contains("did not respond"))
+    };
     world.event("that the third engine gives no answer", |event| event["reason"] == "EngineUnhealthy" && silent(event)).await;
     let two = Model::small(2);
     let checkpoint = two.save(&world.folder().join("v2"));

@@ -28,7 +28,7 @@ use weightsync_net::identity::{Ca, IdentityError, PeerIdentity};
 const CERTIFICATES: Duration = Duration::from_hours(24 * 7);
 /// A token is used when its agent starts.
 const TOKEN_LIFETIME: Duration = Duration::from_mins(1);
-/// Events that a slow listener may be behind.
+/// Events that are buffered for a slow listener.
 const EVENTS: usize = 256;
 
 #[derive(Debug, Clone)]
@@ -107,7 +107,7 @@ impl Group {
         let certified = AbortOnDropHandle::new(tokio::spawn(certified));
         let listener = TcpListener::bind(SocketAddr::new(spec.address, 0)).await.map_err(io(&format!("no port on {}", spec.address)))?;
         let address = listener.local_addr().map_err(io("no address"))?;
-        // The coordinator goes on until the supervisor has ended the processes: members are let go first.
+        // The coordinator runs until the supervisor has ended the processes: members are released first.
         let (cancel, over) = (CancellationToken::new(), CancellationToken::new());
         let (directory, tokens) = (Directory::default(), SingleUseTokens::new(TOKEN_LIFETIME));
         let enrollment =
@@ -166,12 +166,12 @@ impl Group {
         self.order(|done| Order::Signal { pod: pod.to_owned(), signal: Signal::STOP, done }).await.unwrap_or(false)
     }
 
-    /// Starts a killed or frozen pod again: same name, another pod; false when there is no such pod.
+    /// Restarts a killed or frozen pod: same name, another UID; false if there is no such pod.
     pub async fn replace(&self, pod: &str) -> bool {
         self.order(|done| Order::Replace { pod: pod.to_owned(), done }).await.unwrap_or(false)
     }
 
-    /// Has the group go back to a version and hold it, or lets it go on; false when the group is ending.
+    /// Sets or clears the target version of the group; false if the group is ending.
     pub async fn set_target(&self, target: Option<Version>) -> bool {
         self.order(|done| Order::Target { target, done }).await.unwrap_or(false)
     }
@@ -182,7 +182,7 @@ impl Group {
         answer.await.ok()
     }
 
-    /// Lets engines go that were started by somebody else, stops every process in good order and waits for them.
+    /// Releases engines that another program started, stops every process in order and waits for them.
     pub async fn stop(&self) {
         self.cancel.cancel();
         // The supervisor takes no order any more when its processes have ended.

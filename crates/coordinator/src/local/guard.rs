@@ -55,7 +55,7 @@ impl Guard {
     /// The pipe does not block: a line is shorter than what a pipe takes at once.
     fn say(&self, line: &Line) {
         if let Err(error) = rustix::io::write(&self.input, format!("{line}\n").as_bytes()) {
-            tracing::warn!(%error, "the guard cannot be informed of a process: it may outlive this program if that is killed");
+            tracing::warn!(%error, "cannot register a process with the guard: it may outlive this program if that is killed");
         }
     }
 }
@@ -135,7 +135,7 @@ impl Guarded {
 ///
 /// # Errors
 ///
-/// A line makes no sense, or more processes are named than a group can have; what was named before is ended all the same.
+/// A line is invalid, or there are more processes than a group can have; earlier processes are ended anyway.
 pub fn run(input: impl BufRead) -> io::Result<()> {
     let mut guarded = Vec::new();
     let read = follow(input, &mut guarded);
@@ -184,7 +184,7 @@ fn end(guarded: &[Guarded]) {
 /// When a process began, in ticks since the machine did; none where it ended.
 fn began(pid: Pid) -> Option<u64> {
     let stat = std::fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero())).ok()?;
-    // The name of a process may hold anything; after its last parenthesis stand its state and, twenty words later, when it began.
+    // The name of a process may contain anything; after its last parenthesis come its state and, twenty words later, its start time.
     let mut words = stat.rsplit(')').next()?.split_whitespace();
     let state = words.next()?;
     words.nth(18).filter(|_| !matches!(state, "Z" | "X"))?.parse().ok()

@@ -21,9 +21,9 @@ pub struct PodSpec {
 /// An engine on this host.
 #[derive(Debug, Clone, PartialEq)]
 pub struct EngineProgram {
-    /// What the agent is informed of it.
+    /// Its settings for the agent.
     pub assignment: EngineAssignment,
-    /// Starts it; empty when somebody else does.
+    /// The command that starts it; empty if another program does.
     pub command: Vec<String>,
     /// Environment besides our own.
     pub environment: BTreeMap<String, String>,

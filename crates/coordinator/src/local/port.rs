@@ -1,4 +1,4 @@
-//! Ports for engines that are informed their port before they listen.
+//! Ports for engines that get their port before they listen.
 //!
 //! Takes none of those that the kernel gives to connections: one that is free now would often be taken before the engine has started.
 
@@ -16,7 +16,7 @@ const LOWEST: u16 = 10_240;
 /// Given out by this process already.
 static GIVEN: Mutex<Option<HashSet<u16>>> = Mutex::new(None);
 
-/// A port of 127.0.0.1 on which no one listens, never the same twice.
+/// A free port of 127.0.0.1, never the same twice.
 pub fn free_port() -> io::Result<u16> {
     let below = ephemeral().unwrap_or(32_768);
     for _ in 0..TRIES {

@@ -56,7 +56,7 @@ impl Process {
         let log = OpenOptions::new().create(true).append(true).open(start.log)?;
         let mut command = Command::new(start.program);
         command.args(start.arguments).envs(start.environment).stdin(Stdio::piped()).stdout(log.try_clone()?).stderr(log).kill_on_drop(true);
-        // A terminal's Ctrl-C goes to our whole process group: an agent in it would end before its engine was let go.
+        // A terminal's Ctrl-C goes to our whole process group: an agent in it would end before its engine was released.
         command.process_group(0);
         let mut child = command.spawn()?;
         let pid = child.id().and_then(|id| i32::try_from(id).ok()).and_then(Pid::from_raw);

@@ -23,7 +23,7 @@ impl Restarts {
         self.started = Some(now);
     }
 
-    /// It ended, or could not be started; tells how long to wait before the next start.
+    /// It ended, or could not be started; returns how long to wait before the next start.
     pub(super) fn ended(&mut self, now: Instant) -> Duration {
         if self.started.take().is_some_and(|started| now.saturating_duration_since(started) >= WORKED) {
             self.backoff.succeeded();

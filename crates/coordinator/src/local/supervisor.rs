@@ -1,5 +1,5 @@
-//! Keeps the processes of a group alive and says which pods there are. Decides when a process is started again (with a growing wait);
-//! never decides who is in the group, and never looks at what the processes do.
+//! Keeps the processes of a group alive and says which pods there are. Decides when a process is started again (with a growing wait); never
+//! decides membership, and never checks what the processes do.
 
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -24,8 +24,8 @@ use weightsync_net::identity::Ca;
 /// Longest wait for members to leave the group when it is stopped.
 const RELEASE: Duration = Duration::from_secs(5);
 
-/// Longest wait for an engine that goes on without us and may hold half an update: its agent gives it whole weights (60 s at most) and leaves its
-/// group (10 s).
+/// Longest wait for an engine that continues without `local` and may hold half an update: its agent gives it whole weights (60 s at most)
+/// and leaves its group (10 s).
 const RESTORE: Duration = Duration::from_secs(75);
 
 /// How long a process may take to end after SIGTERM before SIGKILL.
@@ -34,13 +34,13 @@ const GRACE: Duration = Duration::from_secs(5);
 pub(super) enum Order {
     /// Send a signal to a pod's processes and do not start them again.
     Signal { pod: String, signal: Signal, done: oneshot::Sender<bool> },
-    /// Start a dead pod again.
+    /// Restart a dead pod.
     Replace { pod: String, done: oneshot::Sender<bool> },
-    /// Have the group go back to a version, or go on.
+    /// Set or clear the target version.
     Target { target: Option<Version>, done: oneshot::Sender<bool> },
     /// A process ended.
     Exited { pod: usize, part: Part, life: u64, how: String },
-    /// The wait before a restart is over.
+    /// The wait before a restart ended.
     Restart { pod: usize, part: Part, life: u64 },
 }
 
@@ -52,7 +52,7 @@ pub(super) enum Part {
 
 struct Pod {
     spec: PodSpec,
-    /// Changes when the pod is made again, so that what is late about the old one can be informed.
+    /// Changes when the pod is recreated, so that late messages about the old one are recognised.
     life: u64,
     alive: bool,
     agent: Option<Process>,
@@ -62,7 +62,7 @@ struct Pod {
 }
 
 impl Pod {
-    /// Whether its engine was started by somebody else, and serves on without us.
+    /// Whether another program started its engine, which continues without `local`.
     fn goes_on(&self) -> bool {
         self.alive && self.spec.engine.as_ref().is_some_and(|engine| engine.command.is_empty())
     }
@@ -90,7 +90,7 @@ pub(super) struct Supervisor {
     orders: mpsc::WeakSender<Order>,
     guard: Arc<Guard>,
     pods: Vec<Pod>,
-    /// The version that agents are informed every rollout should hold.
+    /// The version in the agents' assignment that every rollout should hold.
     current: Option<HeldVersion>,
 }
 
@@ -102,7 +102,7 @@ struct Child {
     input: Option<String>,
 }
 
-/// None when somebody else starts the engine.
+/// `None` if another program starts the engine.
 fn engine(engine: &EngineProgram) -> Option<Child> {
     let (program, arguments) = engine.command.split_first()?;
     let environment = engine.environment.clone().into_iter().collect();
@@ -193,8 +193,8 @@ impl Supervisor {
         self.stop().await;
     }
 
-    /// Engines that somebody else started go on without us: they resume, and leave the group of their own that bytes came by, which would keep
-    /// memory of their GPUs. Members that do not answer do not hold the others up for long.
+    /// Engines that another program started continue without `local`: they resume, and leave the NCCL group that they joined, which would
+    /// keep memory of their GPUs. Members that do not answer do not hold the others up for long.
     async fn let_go(&self, mut view: watch::Receiver<MembershipView>) {
         if !self.pods.iter().any(Pod::goes_on) {
             return;
@@ -324,7 +324,7 @@ impl Supervisor {
             ("WEIGHTSYNC_VERSION_DIR", self.spec.versions.join(&pod.spec.name).to_string_lossy().into_owned()),
             ("WEIGHTSYNC_SOCKET", self.socket(pod)),
             ("WEIGHTSYNC_STATUS_ADDRESS", "127.0.0.1:0".to_owned()),
-            // All agents see all GPUs of this host: which is whose must be said.
+            // All agents see all GPUs of this host, so each needs its assignment.
             ("WEIGHTSYNC_GPUS", if pod.spec.gpus.is_empty() { "none".to_owned() } else { pod.spec.gpus.join(",") }),
         ];
         let environment = environment.map(|(name, value)| (name.to_owned(), value)).to_vec();
@@ -332,7 +332,7 @@ impl Supervisor {
         Child { program, arguments: vec!["agent".to_owned()], environment, input: Some(format!("{token}\n")) }
     }
 
-    /// The trainer's socket keeps its name when its agent's pod is made again.
+    /// The trainer's socket keeps its name when its agent's pod is recreated.
     fn socket(&self, pod: &Pod) -> String {
         format!("@weightsync/{}-{}", self.spec.name, pod.spec.name)
     }

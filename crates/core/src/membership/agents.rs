@@ -1,43 +1,42 @@
-//! Which agents are there, what each last said, and which life of a member speaks for it.
+//! The known agents, their last reported state, and the incarnation that represents each member.
 //!
-//! Decides who is live, silent or lost, and that a newer life of an endpoint replaces the older one for good. It never decides who is a
-//! member.
+//! Decides which agents are live, silent or lost, and that a newer incarnation of an endpoint permanently replaces the older one. It never
+//! decides membership.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use crate::plan::Candidate;
 use crate::protocol::{Announcement, EpochId, Incarnation, MemberPhase, MemberState, Reason, Role};
 
-/// Lives of one pod that are remembered: those that ended, and those that a newer one replaced. How many live at once is bounded by who
-/// listens to them.
+/// Incarnations of one pod that are remembered: ended and replaced ones. The caller bounds the number of live ones.
 const LIVES: usize = 64;
 
-/// How the connection to an agent stands.
+/// State of the connection to an agent.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Link {
     Live,
-    /// Nothing came for too long, since then.
+    /// Silent since this time.
     Silent(u64),
     /// It closed and could not be opened again.
     Lost(String),
 }
 
-/// One life of an agent.
+/// One incarnation of an agent.
 #[derive(Debug, Clone)]
 pub(super) struct Agent {
     pub role: Role,
     pub port: Option<u16>,
     pub control: String,
-    /// Why it is never asked for anything: its build cannot work with this one, or it is not where it says.
+    /// Why it is never called: its build is incompatible, or its address is not its pod's.
     pub unusable: Option<(Reason, String)>,
     pub state: Option<MemberState>,
-    /// What its last state said that cannot be true, and was taken out.
+    /// The false claim in its last state, which was removed.
     pub refused_claim: Option<String>,
-    /// How often its engine started again, by the first and each later word of it.
+    /// How often its engine restarted, by its reports.
     engine_restarts: Option<u32>,
     pub last_seen: u64,
     pub link: Link,
-    /// Since when it has been in one and the same update.
+    /// Since when it has been in the same update.
     pub updating_since: Option<u64>,
     /// When a fence or release was last sent outside the forming of a group.
     pub notified_at: Option<u64>,
@@ -46,7 +45,7 @@ pub(super) struct Agent {
 }
 
 impl Agent {
-    /// Whether it can be spoken with and its state is known.
+    /// Whether it is reachable and its state is known.
     pub(super) fn is_present(&self) -> bool {
         self.link == Link::Live && self.state.is_some()
     }
@@ -64,7 +63,7 @@ impl Agent {
 #[derive(Debug, Clone, Default)]
 pub(super) struct Agents {
     all: BTreeMap<Incarnation, Agent>,
-    /// Lives that a newer one replaced: they never come back, however late their messages are.
+    /// Incarnations that a newer one replaced: their late messages are ignored.
     replaced: BTreeMap<String, VecDeque<Incarnation>>,
     announced: u64,
 }
@@ -88,24 +87,24 @@ impl Agents {
         let Some(agent) = self.enter(now, announcement) else { return };
         (agent.control, agent.unusable) = (control, incompatible);
         if agent.link != Link::Live {
-            // What it said before the connection was lost may be outdated: it counts again with its next snapshot.
+            // Its state before the loss of the connection may be outdated: it counts again with its next snapshot.
             agent.link = Link::Live;
             agent.state = None;
             agent.last_seen = now;
         }
     }
 
-    /// An agent announces itself at an address that is not its pod's. One that was announced well before stays as it was.
+    /// An agent announces itself at an address that is not its pod's. An earlier correct announcement stays valid.
     pub(super) fn refuse(&mut self, now: u64, announcement: Announcement, why: String) {
         if self.all.get(&announcement.incarnation).is_some_and(|agent| agent.unusable.is_none()) {
             return;
         }
         let Some(agent) = self.enter(now, announcement) else { return };
-        // No one listens to it, so that it makes room for others first.
+        // Not connected, so it is evicted before others.
         (agent.link, agent.unusable) = (Link::Lost(why.clone()), Some((Reason::AddressRefused, why)));
     }
 
-    /// The entry of a life, made where there is none; none for a life that was replaced.
+    /// The entry of an incarnation, created if missing; `None` for a replaced one.
     fn enter(&mut self, now: u64, announcement: Announcement) -> Option<&mut Agent> {
         if self.is_replaced(&announcement.incarnation) {
             return None;
@@ -133,7 +132,7 @@ impl Agents {
         self.replaced.get(&life.pod_uid).is_some_and(|lives| lives.contains(life))
     }
 
-    /// A pod announces as many lives as it likes: of those that are lost, the oldest is forgotten.
+    /// A pod may announce any number of incarnations: of the lost ones, the oldest is forgotten.
     fn make_room(&mut self, life: &Incarnation) {
         let of_pod = |other: &&Incarnation| other.pod_uid == life.pod_uid;
         if self.all.contains_key(life) || self.all.keys().filter(of_pod).count() < LIVES {
@@ -145,8 +144,8 @@ impl Agents {
         }
     }
 
-    /// An agent says all it knows of itself. Ignored from a life that was never announced (since its
-    /// connection was lost) or was replaced. True when its engine started again since its last word.
+    /// Takes a full state of an agent. Ignored from an incarnation that was not announced (since its connection was lost) or was replaced.
+    /// Returns whether its engine restarted since its last state.
     pub(super) fn state(&mut self, now: u64, state: MemberState) -> bool {
         let incarnation = state.incarnation.clone();
         let Some(agent) = self.all.get_mut(&incarnation).filter(|agent| !matches!(agent.link, Link::Lost(_))) else { return false };
@@ -201,7 +200,7 @@ impl Agents {
         }
     }
 
-    /// Marks those that said nothing for `limit` ms; tells when the next one would be.
+    /// Marks agents without a message for `limit` ms as silent; returns when the next one would be.
     pub(super) fn find_silent(&mut self, now: u64, limit: u64) -> Option<u64> {
         let mut next = None;
         for agent in self.all.values_mut().filter(|agent| agent.link == Link::Live) {
@@ -215,7 +214,7 @@ impl Agents {
         next
     }
 
-    /// Moves all silence limits: the time in which we did not look is not held against anybody.
+    /// Moves all silence limits by the time without a step.
     pub(super) fn forgive(&mut self, ms: u64) {
         for agent in self.all.values_mut() {
             agent.last_seen = agent.last_seen.saturating_add(ms);
@@ -223,7 +222,7 @@ impl Agents {
         }
     }
 
-    /// An update goes on: the members in it are not stuck.
+    /// An update makes progress: its members are not stuck.
     pub(super) fn update_began(&mut self, now: u64, incarnation: &Incarnation) {
         if let Some(agent) = self.all.get_mut(incarnation)
             && agent.updating_since.is_some()
@@ -232,7 +231,7 @@ impl Agents {
         }
     }
 
-    /// The life that speaks for a candidate: its endpoint's newest that can be spoken with, else the newest.
+    /// The incarnation that represents a candidate: the newest reachable one of its endpoint, else the newest.
     pub(super) fn of(&self, candidate: &Candidate) -> Option<(&Incarnation, &Agent)> {
         let head = candidate.pods.first()?;
         self.all
@@ -245,7 +244,7 @@ impl Agents {
             .max_by_key(|(_, agent)| (agent.is_present(), agent.order))
     }
 
-    /// Forgets lost lives that speak for no one any more.
+    /// Forgets lost incarnations that represent no member any more.
     pub(super) fn prune(&mut self, pods: &BTreeSet<&str>) {
         self.all.retain(|incarnation, agent| !matches!(agent.link, Link::Lost(_)) || pods.contains(incarnation.pod_uid.as_str()));
         self.replaced.retain(|pod_uid, _| pods.contains(pod_uid.as_str()));

@@ -1,6 +1,6 @@
-//! Who could be in a group now, and for each other member why it could not.
+//! Which members are eligible for a group now, and why each other member is not.
 //!
-//! Looks at facts only: the plan's candidates, what their agents last said, what is held against them. It starts nothing.
+//! Uses facts only: the plan's candidates, their agents' last states, and recorded failures. It starts nothing.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -12,19 +12,19 @@ use super::Membership;
 use super::agents::{Agent, Link};
 use super::group::Forming;
 
-/// A member that could be in a group, and the life that speaks for it.
+/// An eligible member, and the incarnation that represents it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Eligible {
     pub candidate: Arc<Candidate>,
     pub life: Incarnation,
 }
 
-/// Why a member could not.
+/// Why a member is not eligible.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Outcast {
     pub reason: Reason,
     pub message: String,
-    /// When the answer may change by time alone.
+    /// When this may change by time alone.
     pub retry_at: Option<u64>,
 }
 
@@ -34,7 +34,7 @@ impl Outcast {
     }
 }
 
-/// Everybody, judged.
+/// The assessment of all members.
 #[derive(Debug, Default)]
 pub(super) struct Assessment {
     /// In the order of the plan.
@@ -43,7 +43,7 @@ pub(super) struct Assessment {
 }
 
 impl Assessment {
-    /// The life that speaks for an eligible member.
+    /// The incarnation of an eligible member.
     pub(super) fn life(&self, name: &MemberName) -> Option<&Incarnation> {
         self.eligible.iter().find(|eligible| &eligible.candidate.name == name).map(|eligible| &eligible.life)
     }
@@ -64,11 +64,11 @@ impl Membership {
         assessment
     }
 
-    /// A pod that is called unfit because its engine is paused for an update is still a member: it is judged by progress.
+    /// A pod that is unready because its engine is paused for an update is still a member: it is judged by progress.
     fn keep_unready(&self, assessment: &mut Assessment) {
         let members: Vec<(&Arc<Candidate>, Option<&Incarnation>)> = match (&self.group, &self.forming) {
             (Some(group), _) => group.candidates.iter().map(|candidate| (candidate, group.lives.get(&candidate.name))).collect(),
-            // Anyone who leads may begin before the last member's answer to its commit is here.
+            // The leader may begin before the last member's response to its commit has arrived.
             (None, Some(Forming::Round(round))) => round.members.iter().map(|member| (&member.candidate, Some(&member.life))).collect(),
             _ => return,
         };
@@ -81,7 +81,7 @@ impl Membership {
             if !updating || *present != Some(&life) {
                 continue;
             }
-            // Where it stood: after the last of its predecessors that is still there.
+            // Its old position: after the last of its predecessors that still exists.
             let before: Vec<&MemberName> = members.iter().take(position).map(|(candidate, _)| &candidate.name).collect();
             let at = assessment.eligible.iter().rposition(|eligible| before.contains(&&eligible.candidate.name)).map_or(0, |at| at + 1);
             assessment.eligible.insert(at, Eligible { candidate: Arc::clone(*candidate), life });
@@ -101,7 +101,7 @@ impl Membership {
             Link::Lost(cause) => return Err(Outcast::new(Reason::AgentLost, cause.clone())),
             Link::Silent(since) => {
                 let seconds = self.now.saturating_sub(*since) / 1000;
-                return Err(Outcast::new(Reason::AgentSilent, format!("its agent has said nothing for {seconds} s")));
+                return Err(Outcast::new(Reason::AgentSilent, format!("its agent has sent nothing for {seconds} s")));
             }
             Link::Live => {}
         }
@@ -115,18 +115,18 @@ impl Membership {
             return Err(Outcast::new(Reason::ClaimedByOther, message));
         }
         if let Some(engine) = state.engine.as_ref().filter(|engine| candidate.role == Role::Rollout && engine.size != candidate.size) {
-            let message = format!("the engine has {} worker ranks, the spec says {}", engine.size, candidate.size);
+            let message = format!("the engine has {} worker ranks, the spec has {}", engine.size, candidate.size);
             return Err(Outcast::new(Reason::SizeMismatch, message));
         }
         let pods = candidate.pods.iter().map(|pod| pod.uid.clone()).collect();
-        // It does not come back by itself: that it backs off as well is not what a person must know.
+        // It does not recover by itself: this matters more than the back-off.
         if state.wedged {
-            let message = state.reason.clone().unwrap_or_else(|| "its front answers, and it computes nothing".to_owned());
+            let message = state.reason.clone().unwrap_or_else(|| "its HTTP front answers, but it computes nothing".to_owned());
             return Err(Outcast::new(Reason::EngineWedged, message));
         }
         if let Some(strike) = self.backoff.holding_off(self.now, name, &pods) {
             let retry_at = Some(strike.until);
-            // What is wrong with its edge is more than that it waits.
+            // The problem of its edge matters more than the back-off.
             if strike.is_of_an_edge() {
                 return Err(Outcast { reason: strike.reason, message: strike.message.clone(), retry_at });
             }
@@ -135,16 +135,16 @@ impl Membership {
         }
         let updating = self.in_update(name, agent);
         if updating && self.stuck_at(agent).is_some_and(|at| self.now >= at) {
-            return Err(Outcast::new(Reason::UpdateStuck, "it has been in one update for longer than an update may take"));
+            return Err(Outcast::new(Reason::UpdateStuck, "it has been in one update for longer than update.timeoutSeconds"));
         }
         if !updating && !Self::is_well(state) {
-            // A new agent waits for its engine's first answer: anyone who never answers is informed of with the cause, not before it is known.
+            // A new agent waits for its engine's first response. Report an engine that never responds only once the cause is known.
             let unasked = state.reason.is_none() && state.engine.is_none() && state.epoch.is_none();
             if unasked {
-                return Err(Outcast::new(Reason::AgentMissing, "its agent has not heard from its engine yet"));
+                return Err(Outcast::new(Reason::AgentMissing, "its engine has not responded to its agent yet"));
             }
-            // Of a member in a group it is always an engine's failure, and counts as one: else it would join and leave for ever.
-            let message = state.reason.clone().unwrap_or_else(|| "its engine does not answer its probes".to_owned());
+            // For a member in a group it counts as a failure of the engine. Otherwise it would join and leave without end.
+            let message = state.reason.clone().unwrap_or_else(|| "its engine does not respond to its probes".to_owned());
             return Err(Outcast::new(Reason::EngineUnhealthy, message));
         }
         Ok(life.clone())
@@ -164,7 +164,7 @@ impl Membership {
         agent.phase() == Some(MemberPhase::Updating) && agent.epoch() == Some(id) || self.updates.has(self.now, id, policy, name)
     }
 
-    /// Whether an agent says that it is in an update of an epoch of ours that is not over.
+    /// Whether an agent reports that it is in an update of a present epoch of this object.
     pub(super) fn updates_in_our_epoch(&self, agent: &Agent) -> bool {
         let ours = |epoch: &EpochId| epoch.weightsync == self.config.weightsync && epoch.epoch > self.over;
         agent.phase() == Some(MemberPhase::Updating) && agent.epoch().is_some_and(ours)

@@ -1,5 +1,5 @@
-//! How long a member that fails is held off. Each member has its own count: one crash-looping pod never delays another, and a pod that
-//! takes the name of one that failed inherits nothing.
+//! How long a failing member is backed off. Each member has its own count: one crash-looping pod never delays another, and a new pod with
+//! the name of a failed one starts with no failures.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -7,10 +7,10 @@ use crate::protocol::{MemberName, Reason};
 
 use super::BackoffConfig;
 
-/// What is held against a member.
+/// The recorded failures of a member.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Strike {
-    /// Failures since it was last forgiven.
+    /// Failures since the count was last reset.
     pub count: u32,
     /// It may join again then.
     pub until: u64,
@@ -28,18 +28,18 @@ impl Strike {
         !self.pods.is_empty() && self.pods.is_disjoint(pods)
     }
 
-    /// Whether the pre-flight found it.
+    /// Whether the preflight found it.
     pub(super) fn is_of_an_edge(&self) -> bool {
         matches!(self.reason, Reason::SlowEdge | Reason::BrokenEdge)
     }
 }
 
-/// What a failure costs.
+/// The cost of a failure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Weight {
-    /// It went away: the first time its successor may come at once.
+    /// It disappeared: the first time its successor may join at once.
     Loss,
-    /// It was asked and failed: it waits from the first time on.
+    /// It failed a request: it waits from the first time on.
     Failure,
     /// An edge to it is slow or broken, which does not end by itself soon: it waits longest from the first time on.
     Edge,
@@ -80,23 +80,23 @@ impl Backoff {
         self.members.insert(member.clone(), strike);
     }
 
-    /// Edges are about to be measured again: what was found before holds no member off any more.
+    /// Edges are about to be measured again: earlier results back off no member any more.
     pub(super) fn forget_edges(&mut self) {
         self.members.retain(|_, strike| !strike.is_of_an_edge());
     }
 
-    /// What keeps a member with these pods out now.
+    /// The failure that keeps a member with these pods out now.
     pub(super) fn holding_off(&self, now: u64, member: &MemberName, pods: &BTreeSet<String>) -> Option<&Strike> {
         self.members.get(member).filter(|strike| now < strike.until && !strike.is_of_others(pods))
     }
 
-    /// Forgives members that stood in a group for long enough; tells when the next one would be.
+    /// Resets members that were in a group for long enough; returns when the next one is due.
     pub(super) fn forgive(&mut self, now: u64, config: BackoffConfig, in_group: impl Fn(&MemberName) -> bool) -> Option<u64> {
         let mut next: Option<u64> = None;
         self.members.retain(|member, strike| {
             if !in_group(member) {
                 strike.stable_since = None;
-                // A member that never comes back is not remembered for ever.
+                // Forget a member that never comes back.
                 return now < strike.until.saturating_add(config.max_ms.max(config.reset_ms));
             }
             let at = strike.stable_since.get_or_insert(now).saturating_add(config.reset_ms);
@@ -108,7 +108,7 @@ impl Backoff {
         next
     }
 
-    /// The last failure of a member with these pods that was not forgiven.
+    /// The last recorded failure of a member with these pods.
     pub(super) fn last(&self, member: &MemberName, pods: &BTreeSet<String>) -> Option<&Strike> {
         self.members.get(member).filter(|strike| !strike.is_of_others(pods))
     }

@@ -1,18 +1,18 @@
-//! Versions that replicas refuse by their canary, and when that speaks for all.
+//! Versions that replicas refuse by their canary, and when this counts for the group.
 //!
-//! Decides that a version is refused once more of its replicas refused it than took it, and those that are still at it could not change that
-//! (`docs/decisions/0007-canary.md`); a refused number never counts again. Where the group is at a refused version it names the one to go back
-//! to: the highest one below that somebody keeps. The way there is `target.rs`'s. Below a majority it changes nothing: who refuses does not
-//! serve, and is named.
+//! A version is refused once more of its replicas refused it than accepted it, and the undecided ones cannot change that
+//! (`docs/decisions/0007-canary.md`). A refused number never counts again. If the group is at a refused version, this chooses the one to go
+//! back to: the highest lower version that a member keeps. `target.rs` does the rest. Below a majority, only the replicas that refuse do
+//! not serve.
 
 use crate::protocol::{HeldVersion, MemberName, MemberState, RefusedVersion, Role, Version, is_refused_by_most};
 
 use super::{Membership, Reason};
 
-/// Refused versions that are remembered; of more, the lowest are forgotten, which no one can publish anyway.
+/// Refused versions that are remembered; of more, the lowest are forgotten, which cannot be published again anyway.
 pub(super) const REMEMBERED: usize = 16;
 
-/// What replicas say of one version.
+/// The reports of replicas about one version.
 struct Votes {
     refused: Vec<(MemberName, String)>,
     taken: usize,
@@ -20,13 +20,13 @@ struct Votes {
 }
 
 impl Membership {
-    /// Counts what replicas say, and remembers what most refuse.
+    /// Counts the reports, and remembers what most refuse.
     pub(super) fn learn_refused(&mut self) {
         if self.config.policy.canary.is_none() {
             return;
         }
         let open = |refused: &&RefusedVersion| {
-            // What came before the current version was judged in its time: those that took it have gone on from it.
+            // Older versions than the current one were judged earlier: the replicas that accepted them have moved on.
             let number = refused.held.version;
             self.exists(&refused.held)
                 && !self.refused.contains_key(&number)
@@ -70,24 +70,24 @@ impl Membership {
         while self.refused.len() > REMEMBERED {
             self.refused.pop_first();
         }
-        // A number that was refused is one that was had: it never counts, anyone who says later that it holds it.
+        // A refused number was used: it never counts, whatever a member reports later.
         self.highest = self.highest.max(number);
         self.event(Reason::VersionRefused, format!("version {number}: {why}; {}", self.what_follows(number)), None, true);
     }
 
-    /// What becomes of the group, for a person.
+    /// What happens to the group, as text.
     fn what_follows(&self, number: Version) -> String {
         match &self.version {
-            None => "there is no version before it: replicas get their start-up weights back".to_owned(),
+            None => "there is no earlier version: the start-up weights of replicas are restored".to_owned(),
             Some(current) if current.version != number => format!("version {} stays", current.version),
             Some(_) => match self.before_refused() {
                 Some(before) => format!("the group goes back to version {before}"),
-                None => "no one keeps an earlier version to go back to (membership.keep, update.retain)".to_owned(),
+                None => "no member keeps an earlier version to go back to (membership.keep, update.retain)".to_owned(),
             },
         }
     }
 
-    /// Whether a version must not be brought to anybody.
+    /// Whether a version must not be delivered.
     pub(super) fn is_refused(&self, number: Version) -> bool {
         self.config.policy.canary.is_some() && self.refused.contains_key(&number)
     }
@@ -96,14 +96,14 @@ impl Membership {
     pub(super) fn before_refused(&self) -> Option<Version> {
         let current = self.version.as_ref().map(|version| version.version).filter(|number| self.is_refused(*number))?;
         let may = |number: &Version| *number < current && !self.is_refused(*number);
-        // Once chosen it stays, anyone who is lost on the way.
+        // Once chosen it stays, also if members are lost meanwhile.
         let chosen = self.target.as_ref().map(|target| target.version).filter(may);
         chosen.or_else(|| {
             self.states().flat_map(MemberState::keeps).filter(|kept| self.exists(kept)).map(|kept| kept.version).filter(may).max()
         })
     }
 
-    /// What is said of a refused version until a higher one counts.
+    /// The message about a refused version until a higher one counts.
     pub(super) fn refusal(&self) -> Option<String> {
         let current = self.version.as_ref().map(|version| version.version);
         let (number, why) = self

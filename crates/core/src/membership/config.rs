@@ -1,8 +1,8 @@
-//! What membership is reported before it starts: the rules of one object and what was known of it before. Holds values only.
+//! The inputs of membership at its start: the policies of one object and its restored state. Holds values only.
 
 use crate::protocol::{HeldVersion, UpdatePolicy, Version};
 
-/// When a member that is not in the group may enter it.
+/// When a member outside the group may join it.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum JoinPolicy {
     /// As soon as the debounce and a running update allow.
@@ -20,36 +20,36 @@ pub struct BackoffConfig {
     pub base_ms: u64,
     /// Longest wait in ms.
     pub max_ms: u64,
-    /// A member that stood in a group for this long in ms is forgiven all.
+    /// After this time in a group, in ms, the failures of a member are reset.
     pub reset_ms: u64,
 }
 
-/// The rules of one object. All times in ms.
+/// The policies of one object. All times in ms.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MembershipConfig {
     /// UID of the object.
     pub weightsync: String,
     /// When the object was created, in ms since 1970.
     pub created: u64,
-    /// Rules that members are sent with each epoch.
+    /// Policies that members receive with each epoch.
     pub policy: UpdatePolicy,
     /// When members may join.
     pub join: JoinPolicy,
-    /// The version that the group is to go back to, and to be held at; the newest without it.
+    /// The version that the group goes back to and stays at; `None`: the newest.
     pub target: Option<Version>,
     /// How long a join waits for others, and the least time between a group and the next one that a join causes.
     pub debounce_ms: u64,
-    /// Members answer a prepare within this long.
+    /// Deadline of members for a prepare.
     pub prepare_deadline_ms: u64,
-    /// Members answer a commit within this long, all waves together.
+    /// Deadline of members for a commit, all waves together.
     pub commit_deadline_ms: u64,
-    /// An agent from which nothing came for this long is silent (three heartbeats).
+    /// An agent without a message for this time is silent (three heartbeats).
     pub agent_silence_ms: u64,
-    /// After a start with an earlier epoch: how long agents have to announce themselves before anything is decided, from the start and from the
-    /// last one that did. Longer than they take to find that the controller before is gone without a word (a heartbeat, its
-    /// acknowledgement's deadline, an announcement: 4.2 s).
+    /// After a start with an earlier epoch: how long agents have to announce themselves before anything is decided, from the start and from
+    /// the last one that did. Longer than agents take to detect a controller that disappeared silently (a heartbeat, its acknowledgement's
+    /// deadline, an announcement: 4.2 s).
     pub adopt_window_ms: u64,
-    /// A write of the epoch that failed or was not answered is asked for again after this long; doubles up to 16 times this.
+    /// A write of the epoch that failed or got no response is repeated after this time; doubles up to 16 times this.
     pub persist_retry_ms: u64,
     /// A member that leaves in good order waits for a running update at most this long.
     pub leave_grace_ms: u64,
@@ -58,12 +58,12 @@ pub struct MembershipConfig {
     pub feed_grace_ms: u64,
     /// A fence or a release that an agent's state does not show is sent again after this long.
     pub resend_ms: u64,
-    /// How failing members are held off.
+    /// The back-off of failing members.
     pub backoff: BackoffConfig,
 }
 
 impl MembershipConfig {
-    /// Rules with the usual times for an object.
+    /// Policies with the default times for an object.
     pub fn new(weightsync: impl Into<String>, created: u64, policy: UpdatePolicy) -> Self {
         Self {
             weightsync: weightsync.into(),
@@ -85,7 +85,7 @@ impl MembershipConfig {
     }
 }
 
-/// What is known of an object from before: its status (or nothing, for a new one).
+/// The restored state of an object: its status (empty for a new one).
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Restored {
     /// Transitions of the controller's lease: 0 on one host.

@@ -1,14 +1,14 @@
-//! What membership wants done. Carried out by `coordinator`, in order, and without waiting for one another: prepares of one epoch go out in
+//! The decisions of membership. `coordinator` acts on them in order, without waiting in between: prepares of one epoch are sent in
 //! parallel. Holds values only.
 
 use crate::protocol::{CommitRequest, FenceRequest, Incarnation, MemberName, PrepareRequest, Reason, ReleaseRequest};
 
-/// One thing to do.
+/// One decision.
 #[derive(Clone, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum Decision {
-    /// Write `status.epoch` by compare-and-swap; answer with `EpochPersisted`, `PersistFailed` or `PersistConflict`. The same number may
-    /// be asked for again when no answer came: having written it already is success.
+    /// Write `status.epoch` by compare-and-swap; report `EpochPersisted`, `PersistFailed` or `PersistConflict`. The same number may be
+    /// requested again if no result came: if it is already written, that is success.
     PersistEpoch {
         /// The number; higher than every one before.
         epoch: u64,
@@ -21,9 +21,9 @@ pub enum Decision {
     Fence { to: Vec<Incarnation>, request: FenceRequest },
     /// Send a release to each; no answer is needed, the agent's state shows it.
     Release { to: Vec<Incarnation>, request: ReleaseRequest },
-    /// Tell people.
+    /// Publish an Event.
     Event { reason: Reason, message: String, member: Option<MemberName>, warning: bool },
-    /// Another leader decides now: stop carrying out anything for this object and drop this membership.
+    /// Another leader decides now: stop all actions for this object and drop this membership.
     StepDown { message: String },
 }
 

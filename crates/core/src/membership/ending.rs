@@ -1,6 +1,6 @@
-//! Anyone who is in an epoch that is over is informed, until its state shows that it knows; a suspended or deleted object lets everybody go.
+//! Notifies agents in an ended epoch until their state shows it; releases all agents of a suspended or deleted object.
 //!
-//! Tells only agents that are in an epoch of this object, and never one that the present group needs.
+//! Notifies only agents in an epoch of this object, and never one that the present group needs.
 
 use crate::protocol::{EpochId, FenceRequest, Incarnation, Reason, ReleaseRequest};
 
@@ -10,17 +10,17 @@ use super::group::{Forming, Group};
 use super::{Decision, Membership};
 
 impl Membership {
-    /// Nothing is left to do for the group: its members are fenced, so that no one waits for the one that is gone.
+    /// The group has nothing left to do: fence its members, so that none waits for the one that is gone.
     pub(super) fn dissolve(&mut self, why: Reason) {
         let Some(group) = self.group.take() else { return };
         let lives: Vec<Incarnation> = group.lives.values().cloned().collect();
-        self.event(Reason::GroupFenced, format!("epoch {} is over: {why}", group.id.epoch), None, true);
-        self.tell_over(&lives, &group.id, &format!("epoch {} is over: {why}", group.id.epoch));
+        self.event(Reason::GroupFenced, format!("epoch {} ended: {why}", group.id.epoch), None, true);
+        self.tell_over(&lives, &group.id, &format!("epoch {} ended: {why}", group.id.epoch));
         self.urgent = None;
         self.viable_since = None;
     }
 
-    /// Agents that are in an epoch of ours, with it.
+    /// Agents in an epoch of this object, with that epoch.
     fn in_our_epochs(&self) -> Vec<(Incarnation, EpochId)> {
         let ours = self.agents.iter().filter(|(_, agent)| agent.link == Link::Live).filter_map(|(life, agent)| {
             let epoch = agent.epoch().filter(|epoch| epoch.weightsync == self.config.weightsync)?;
@@ -42,32 +42,32 @@ impl Membership {
                 Some(Forming::Persisting(_)) => assessment.eligible.iter().any(|member| member.life == life),
                 None => false,
             };
-            // Without a group and with no one left to wait for, an earlier controller's epoch is over as well: its members would stay in
-            // it for ever, waiting for one that is gone.
+            // Without a group, and after the wait for agents, an earlier controller's epoch has ended as well. Otherwise its members would
+            // stay in it without end, waiting for one that is gone.
             let no_one_waits = self.forming.is_none() && adopting_until.is_none();
             let over = epoch.epoch <= self.over || self.group.as_ref().map_or(no_one_waits, |group| group.id != epoch);
             if grouped || asked || !over {
                 continue;
             }
-            // A pod that is not selected any more goes on without us; any other may come back and is only fenced.
+            // A pod that is not selected any more is released; any other may come back and is only fenced.
             let head = |pods: &[crate::protocol::PodRef]| pods.iter().any(|pod| pod.uid == life.pod_uid);
             let known = self.candidates.iter().any(|candidate| head(&candidate.pods)) || self.left_out.iter().any(|left| head(&left.pods));
             if self.group.is_none() {
                 self.over = self.over.max(epoch.epoch);
             }
-            self.tell(&life, epoch, "the epoch is over", known);
+            self.tell(&life, epoch, "the epoch ended", known);
         }
     }
 
-    /// Suspended or deleted: everybody is let go, again and again until their states show it.
+    /// Suspended or deleted: release all agents, repeatedly until their states show it.
     pub(super) fn let_go(&mut self) {
-        let reason = if self.deleted { "the group is ended for good" } else { "the object is suspended" };
+        let reason = if self.deleted { "the object was deleted" } else { "the object is suspended" };
         let (group, forming) = (self.group.take(), self.forming.take());
         self.urgent = None;
         self.viable_since = None;
         let newest = newest(group.as_ref(), forming.as_ref());
         if let Some(id) = newest {
-            // Whatever their states say: a prepare may be under way.
+            // Independent of their states: a prepare may be in progress.
             let grouped = group.iter().flat_map(|group| group.lives.values());
             let asked = forming.iter().flat_map(|forming| match forming {
                 Forming::Round(round) => round.members.iter().map(|member| &member.life).collect(),
@@ -95,14 +95,14 @@ impl Membership {
         }
     }
 
-    /// Agents in no epoch whose engine must not serve yet: we may have paused it.
+    /// Agents in no epoch whose engine must not serve yet: WeightSync may have paused it.
     fn outside_and_unproven(&self) -> Vec<Incarnation> {
         let outside = self.agents.iter().filter(|(_, agent)| agent.link == Link::Live && agent.epoch().is_none());
         let unproven = outside.filter(|(_, agent)| agent.state.as_ref().is_some_and(|state| state.phase.must_not_serve()));
         unproven.map(|(life, _)| life.clone()).collect()
     }
 
-    /// Tells one agent that its epoch is over, not more often than the rules say.
+    /// Notifies one agent that its epoch ended, limited in rate.
     fn tell(&mut self, life: &Incarnation, id: EpochId, reason: &str, fence: bool) {
         let resend = self.config.resend_ms;
         let notified_at = self.agents.get(life).and_then(|agent| agent.notified_at);
@@ -122,7 +122,7 @@ impl Membership {
     }
 }
 
-/// The identity that members last heard of.
+/// The identity that members last received.
 fn newest(group: Option<&Group>, forming: Option<&Forming>) -> Option<EpochId> {
     match forming {
         Some(Forming::Round(round)) => Some(round.id.clone()),

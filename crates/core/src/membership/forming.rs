@@ -1,7 +1,7 @@
 //! How a group is formed: its number is written, then every member prepares, then every member commits.
 //!
-//! Anyone who misses a deadline or refuses is left out of the next epoch and named. Nothing is ever repeated inside one epoch, and no member
-//! hears of an epoch before it is written.
+//! A member that misses a deadline or refuses is left out of the next epoch and named. Nothing is ever repeated inside one epoch, and no
+//! member receives an epoch before it is persisted.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -16,14 +16,14 @@ use super::group::{Failure, Forming, Group, Persisting, Phase, Round, unreachabl
 use super::transport::choose;
 use super::{Decision, Membership};
 
-/// How long others that fail for the same cause are waited for after a first failure, in ms.
+/// Time to collect failures with the same cause after the first one, in ms.
 pub(super) const SETTLE_MS: u64 = 300;
 
-/// Members that the reason of an epoch names.
+/// Most members in the reason of an epoch.
 const NAMED: usize = 3;
 
 impl Membership {
-    /// Asks for the next number.
+    /// Requests the next epoch number.
     pub(super) fn persist(&mut self, why: Reason) {
         let epoch = self.epoch.saturating_add(1);
         let retry_at = self.now.saturating_add(self.config.persist_retry_ms);
@@ -31,7 +31,7 @@ impl Membership {
         self.forming = Some(Forming::Persisting(Persisting { epoch, why, tries: 1, retry_at, failure: None }));
     }
 
-    /// Asks again for a number that was not confirmed.
+    /// Repeats the request for a number that was not confirmed.
     pub(super) fn persist_again(&mut self) {
         let Some(Forming::Persisting(persisting)) = &self.forming else { return };
         let retry_at = persisting.retry_at;
@@ -47,7 +47,7 @@ impl Membership {
         self.wake_at(retry_at);
     }
 
-    /// The number is written: the members are asked, if there is still a reason to.
+    /// The epoch is persisted: start the round if it is still needed.
     pub(super) fn persisted(&mut self, epoch: u64) {
         let Some(Forming::Persisting(persisting)) = &self.forming else { return };
         if persisting.epoch != epoch {
@@ -123,7 +123,7 @@ impl Membership {
         EpochId { weightsync: self.config.weightsync.clone(), created: self.config.created, term: self.term, epoch }
     }
 
-    /// Why a new epoch is formed, for a person: whose loss ended the one before, the first few of them, or what else asked for it.
+    /// Why a new epoch is formed, as text: the first few lost members, or another cause.
     fn because(&self, why: Reason) -> String {
         let lost = self.group.iter().flat_map(|group| &group.lost);
         let lost: Vec<_> = lost.take(NAMED).map(|(name, (reason, message))| format!("{name}: {reason}: {message}")).collect();
@@ -138,7 +138,7 @@ impl Membership {
         }
     }
 
-    /// Members of the old group that are not asked for the new one are informed that it is over; the others hear it with their prepare.
+    /// Notifies members of the old group that are not in the new one; the others learn it from their prepare.
     fn end_group(&mut self, assessment: &Assessment, new: &EpochId, because: &str) {
         let Some(group) = self.group.take() else { return };
         let left = group.lives.iter().filter(|(name, life)| assessment.life(name) != Some(*life));
@@ -147,11 +147,11 @@ impl Membership {
         self.tell_over(&left, &group.id, &reason);
     }
 
-    /// Fences agents that can be spoken with, and remembers when.
+    /// Fences reachable agents, and remembers when.
     pub(super) fn tell_over(&mut self, agents: &[Incarnation], id: &EpochId, reason: &str) {
         let mut to = Vec::new();
         for life in agents {
-            // A silent agent is reported too: it may wake up with the old epoch.
+            // A silent agent is fenced too: it may wake up with the old epoch.
             if let Some(agent) = self.agents.get_mut(life)
                 && !matches!(agent.link, super::agents::Link::Lost(_))
             {
@@ -165,7 +165,7 @@ impl Membership {
         }
     }
 
-    /// Moves a round on. True when something changed.
+    /// Advances a round. Returns whether something changed.
     pub(super) fn advance_round(&mut self, assessment: &Assessment) -> bool {
         let Some(Forming::Round(round)) = &self.forming else { return false };
         let gone = round.members.iter().find(|member| assessment.life(&member.candidate.name) != Some(&member.life));
@@ -200,7 +200,7 @@ impl Membership {
         self.abandon(&round, assessment, reason);
     }
 
-    /// Leaves out anyone who failed, and begins again.
+    /// Leaves out the failed members, and starts a new epoch.
     fn blame(&mut self, late: &[MemberName]) {
         let Some(Forming::Round(round)) = self.forming.take() else { return };
         let preparing = matches!(round.phase, Phase::Preparing);
@@ -208,7 +208,7 @@ impl Membership {
         let limit = if preparing { self.config.prepare_deadline_ms } else { self.config.commit_deadline_ms };
         let mut blamed: BTreeMap<MemberName, (Reason, String)> = BTreeMap::new();
         for name in late {
-            blamed.insert(name.clone(), (timeout, format!("no answer within {limit} ms")));
+            blamed.insert(name.clone(), (timeout, format!("no response within {limit} ms")));
         }
         for (name, failure) in round.failed.iter().filter(|(_, failure)| !failure.blames_peer) {
             blamed.insert(name.clone(), (failure.reason, failure.message.clone()));
@@ -221,7 +221,7 @@ impl Membership {
             }
         }
         if blamed.is_empty() {
-            // No one was named: those that could not go on are left out, the source last of all.
+            // No member was named: leave out those that could not continue, the source last.
             let source = |name: &MemberName| round.roster.member(name).is_some_and(|member| member.role == Role::Source);
             let only_sources = round.failed.keys().all(source);
             for (name, failure) in round.failed.iter().filter(|(name, _)| only_sources || !source(name)) {
@@ -236,7 +236,7 @@ impl Membership {
         self.abandon(&round, &assessment, first);
     }
 
-    /// Ends a round; the next epoch follows at once, with anyone who is left.
+    /// Ends a round; the next epoch follows at once, with the remaining members.
     fn abandon(&mut self, round: &Round, assessment: &Assessment, why: Reason) {
         self.over = self.over.max(round.id.epoch);
         let left = round.members.iter().filter(|member| assessment.life(&member.candidate.name) != Some(&member.life));
@@ -245,7 +245,7 @@ impl Membership {
         self.urgent = Some(why);
     }
 
-    /// Everybody asked has answered: the next ones are asked, or the group is there.
+    /// All members of a wave responded: start the next wave, or complete the group.
     fn next_wave(&mut self) -> bool {
         let Some(Forming::Round(mut round)) = self.forming.take() else { return false };
         if matches!(round.phase, Phase::Preparing) {
@@ -341,7 +341,7 @@ impl Membership {
         let (epoch, world, why) = (round.id.epoch, round.roster.world_size, &round.why);
         let message = format!("epoch {epoch}: {} members, world size {world}, over {} ({why})", round.members.len(), transport.name());
         self.event(Reason::GroupFormed, message, None, false);
-        // No one joins the first group: all make it, and one Event for each of them would say nothing more.
+        // No Events for members of the first group: all of them are new.
         let joined = round.members.iter().map(|member| member.candidate.name.clone());
         let joined = joined.filter(|name| !self.last_offsets.is_empty() && !self.last_offsets.contains_key(name));
         for name in joined.collect::<Vec<_>>() {

@@ -16,15 +16,15 @@ use super::assess::Eligible;
 pub(super) struct Group {
     pub id: EpochId,
     pub roster: Roster,
-    /// As the plan gave them when the group was formed.
+    /// The candidates of the plan when the group was formed.
     pub candidates: Vec<Arc<Candidate>>,
-    /// The life of each member that prepared it.
+    /// The incarnation of each member that prepared it.
     pub lives: BTreeMap<MemberName, Incarnation>,
     pub feeder: Option<MemberName>,
-    /// What its members were informed of going back.
+    /// The rollback that its members received.
     pub returned: Option<Returned>,
     pub transport: TransportChoice,
-    /// The rules its members were sent; assumed to be the present ones for a group that was taken over.
+    /// The policies that its members received; for an adopted group, assumed to be the present ones.
     pub policy: UpdatePolicy,
     pub committed_at: u64,
     /// Members that failed since; a new epoch is due at once.
@@ -32,10 +32,10 @@ pub(super) struct Group {
     /// Members that leave in good order, since when.
     pub leaving: BTreeMap<MemberName, u64>,
     /// Members whose state does not show the epoch, since when.
-    pub strays: BTreeMap<MemberName, u64>,
-    /// Who cannot reach whom, since when.
+    pub astray: BTreeMap<MemberName, u64>,
+    /// Pairs of members that cannot reach each other, since when.
     pub reports: BTreeMap<(MemberName, MemberName), (u64, String)>,
-    /// Whether what its pre-flight found was heeded.
+    /// Whether the result of its preflight was applied.
     pub heeded: bool,
 }
 
@@ -71,36 +71,36 @@ impl Group {
         u32::try_from(count).unwrap_or(u32::MAX)
     }
 
-    /// The member that a life speaks for.
+    /// The member that an incarnation represents.
     pub(super) fn member_of(&self, life: &Incarnation) -> Option<&MemberName> {
         self.lives.iter().find(|(_, other)| *other == life).map(|(name, _)| name)
     }
 }
 
-/// A group on its way.
+/// A group that is being formed.
 #[derive(Debug, Clone)]
 pub(super) enum Forming {
     Persisting(Persisting),
     Round(Box<Round>),
 }
 
-/// A number that is being written.
+/// An epoch that is being persisted.
 #[derive(Debug, Clone)]
 pub(super) struct Persisting {
     pub epoch: u64,
     pub why: Reason,
-    /// Writes asked for.
+    /// Requested writes.
     pub tries: u32,
     pub retry_at: u64,
     pub failure: Option<String>,
 }
 
-/// Members that are being asked.
+/// A round of prepares and commits.
 #[derive(Debug, Clone)]
 pub(super) struct Round {
     pub id: EpochId,
     pub roster: Roster,
-    /// Why there is a new epoch, for a person.
+    /// Why there is a new epoch, as text.
     pub why: String,
     pub members: Vec<Eligible>,
     pub policy: UpdatePolicy,
@@ -108,15 +108,15 @@ pub(super) struct Round {
     pub prepared: BTreeMap<MemberName, Prepared>,
     pub committed: BTreeSet<MemberName>,
     pub failed: BTreeMap<MemberName, Failure>,
-    /// Who cannot reach whom.
+    /// Pairs of members that cannot reach each other.
     pub reports: BTreeMap<(MemberName, MemberName), (u64, String)>,
-    /// Anyone who has not answered then has failed.
+    /// Deadline: a member without a response by then has failed.
     pub deadline: u64,
-    /// After a first failure: how long others that fail for the same cause are waited for.
+    /// After a first failure: end of the time to collect failures with the same cause.
     pub settle_at: Option<u64>,
 }
 
-/// What a member said when it prepared.
+/// A member's response to prepare.
 #[derive(Debug, Clone)]
 pub(super) struct Prepared {
     /// Its data address.
@@ -157,7 +157,7 @@ impl Round {
         self.members.iter().find(|member| &member.candidate.name == name).map(|member| &member.life)
     }
 
-    /// What prepared members have, in the order of their ranks.
+    /// Capabilities of prepared members, in the order of their ranks.
     pub(super) fn facts(&self) -> Vec<super::transport::Prepared<'_>> {
         let known = self.roster.members.iter().filter_map(|member| Some((member, self.prepared.get(&member.name)?)));
         let facts = known.map(|(member, Prepared { gpus, fabric, groups, .. })| super::transport::Prepared {
@@ -173,7 +173,7 @@ impl Round {
         self.members.iter().find(|member| &member.life == life).map(|member| &member.candidate.name)
     }
 
-    /// Members that were asked and have neither answered nor failed.
+    /// Members without a response that have not failed.
     pub(super) fn unanswered(&self) -> Vec<MemberName> {
         let names = self.members.iter().map(|member| &member.candidate.name);
         let open = names.filter(|name| {
@@ -187,8 +187,8 @@ impl Round {
     }
 }
 
-/// Of members that cannot reach each other, those to leave out so that no such pair is left: anyone who is part of most pairs; of two that
-/// are alike rather a rollout than a source, and rather the one that is reported than the one that reports.
+/// Chooses the members to leave out so that no pair is left that cannot reach each other. First the member in most pairs; on a tie a
+/// rollout before a source, and the reported member before the reporting one.
 pub(super) fn unreachable<'a>(
     reports: impl Iterator<Item = (&'a MemberName, &'a MemberName, &'a str)>,
     role: impl Fn(&MemberName) -> Option<Role>,

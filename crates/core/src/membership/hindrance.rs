@@ -1,4 +1,4 @@
-//! Why no group can take what a trainer publishes, in the words of the members that are out, and whether waiting can help.
+//! Why no group can take a publish: the causes of the members that are out, and whether waiting can help.
 //!
 //! Decides nothing about groups: a trainer's agent reports it when a publish ends without an attempt.
 
@@ -48,7 +48,7 @@ impl Membership {
         if message.is_empty() { format!("{}: {reason}", member.name) } else { format!("{}: {reason}: {message}", member.name) }
     }
 
-    /// Whether only a person who changes the object, its pods or their images can bring it in.
+    /// Whether it can join only after a change of the object, its pods or their images.
     fn stays_out(&self, member: &MemberView) -> bool {
         use Reason as R;
         let reason = self.strike_of(member).map_or(member.reason, |strike| strike.reason);
@@ -66,7 +66,7 @@ impl Membership {
         )
     }
 
-    /// The last failure that is held against a member, also while it is tried once more.
+    /// The last recorded failure of a member, also during its next try.
     fn strike_of(&self, member: &MemberView) -> Option<&Strike> {
         let waits = matches!(member.reason, Reason::BackingOff) || member.standing != MemberStanding::Out;
         let pods: BTreeSet<String> = member.pods.iter().map(|pod| pod.uid.clone()).collect();

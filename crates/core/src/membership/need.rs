@@ -1,4 +1,4 @@
-//! Whether the group is as it should be; if not, why, and when a new one is due.
+//! Whether the group must change, why, and when a new one is due.
 //!
 //! A loss is due at once. A member that leaves in good order, one that joins, new rules and a member that needs feeding wait for the end
 //! of a running update, because a new epoch ends it. Every such wait has an end of its own.
@@ -14,7 +14,7 @@ use super::group::unreachable;
 use super::{JoinPolicy, Membership};
 
 impl Membership {
-    /// Whether a group of these members has anything to do: a source and somebody to send to, or a feeder and somebody to feed.
+    /// Whether a group of these members has anything to do: a source and a receiver, or a feeder and a member to feed.
     pub(super) fn is_viable(&self, members: &[Eligible]) -> bool {
         let rollouts = members.iter().filter(|member| member.candidate.role == Role::Rollout);
         let count = rollouts.clone().count();
@@ -25,7 +25,7 @@ impl Membership {
             return true;
         }
         let Some(feeder) = self.choose_feeder(members.iter().map(|member| (&member.candidate.name, &member.life))) else { return false };
-        // Who is to go back does so from what it keeps itself, by the word of a group only.
+        // A member that goes back from its own copy needs a group for that.
         let alone = self.returned().is_some();
         rollouts.filter(|member| alone || member.candidate.name != feeder).any(|member| self.life_lacks(&member.life))
     }
@@ -34,10 +34,10 @@ impl Membership {
         self.agents.get(life).and_then(|agent| agent.state.as_ref()).is_some_and(|state| self.lacks(state))
     }
 
-    /// Why a member of a group or round is not what it was.
+    /// Why a member of a group or round has changed or is lost.
     pub(super) fn why_lost(&self, name: &MemberName, life: Option<&Incarnation>, assessment: &Assessment) -> (Reason, String) {
         if assessment.life(name).is_some() {
-            return (Reason::AgentRestarted, "another life of its agent took its place".to_owned());
+            return (Reason::AgentRestarted, "a new incarnation of its agent replaced it".to_owned());
         }
         if let Some(out) = assessment.out.get(name) {
             return (out.reason, out.message.clone());
@@ -50,12 +50,12 @@ impl Membership {
         }
         match link {
             Some(Link::Lost(cause)) => (Reason::AgentLost, cause.clone()),
-            Some(Link::Silent(_)) => (Reason::AgentSilent, "its agent said nothing any more".to_owned()),
+            Some(Link::Silent(_)) => (Reason::AgentSilent, "its agent stopped sending".to_owned()),
             _ => (Reason::NotCandidate, "its pod is gone or not selected any more".to_owned()),
         }
     }
 
-    /// Holds a loss against a member, where it is its own fault.
+    /// Records a loss as the member's failure, if it is its own fault.
     pub(super) fn count_loss(&mut self, name: &MemberName, reason: Reason, message: &str) {
         let weight = match reason {
             Reason::AgentLost
@@ -65,7 +65,7 @@ impl Membership {
             | Reason::EngineWedged
             | Reason::GroupFenced => Weight::Loss,
             Reason::UpdateStuck => Weight::Failure,
-            // Held against it already, or no one's fault.
+            // Already recorded, or not the member's fault.
             Reason::BackingOff | Reason::SlowEdge | Reason::BrokenEdge => return,
             _ => {
                 self.event(reason, message, Some(name.clone()), true);
@@ -75,7 +75,7 @@ impl Membership {
         self.strike(name, weight, reason, message);
     }
 
-    /// Finds members of the group that are not what they were. True when it found any.
+    /// Finds lost or changed members of the group. Returns whether it found any.
     pub(super) fn find_lost(&mut self, assessment: &Assessment) -> bool {
         let Some(group) = &self.group else { return false };
         let mut lost: Vec<(MemberName, Reason, String)> = Vec::new();
@@ -120,13 +120,13 @@ impl Membership {
                 wakes.push(at);
             }
         }
-        // Anyone who says so of itself needs no second opinion: its GPU worker ended, and the communicator with it.
+        // A member's report about itself needs no confirmation: its GPU worker ended, and the communicator with it.
         let by_itself: Vec<_> = group.reports.iter().filter(|((reporter, peer), _)| reporter == peer).collect();
         let by_itself: Vec<_> = by_itself.into_iter().map(|((_, name), (_, cause))| (name.clone(), cause.clone())).collect();
         group.reports.retain(|(reporter, peer), _| reporter != peer);
         lost.extend(by_itself.into_iter().map(|(name, cause)| (name, Reason::GpuWorkerLost, cause)));
-        // Of engines that joined by themselves the source alone speaks, and the next group must not be formed with one that refused: its others
-        // would wait for it in a broadcast once more.
+        // For engines that join by themselves only the source reports. The next group must not include one that refused: the others would
+        // wait for it in a broadcast again.
         if group.transport.engines.is_some() {
             let sources: Vec<_> =
                 group.roster.members.iter().filter(|member| member.role == Role::Source).map(|member| &member.name).collect();
@@ -188,7 +188,7 @@ impl Membership {
         if let Some((reason, _)) = group.lost.values().next() {
             return Some(*reason);
         }
-        // A person, or the canary, asks for another version than the one that is brought: what runs is not waited for.
+        // The spec or the canary requires another version than the running update: do not wait for it.
         if self.is_asked_otherwise(group.returned) {
             return Some(if self.refusal().is_some() { Reason::VersionRefused } else { Reason::TargetChanged });
         }
@@ -237,12 +237,13 @@ impl Membership {
             return Some(why);
         }
         let adopting_until = self.adopting_until();
-        // Announced, and silent or lost before it reported anything: a controller that thousands come back to has not come to listen to it yet.
+        // Announced, and silent or lost before its first state: a controller with thousands of reconnecting agents has not connected to it
+        // yet.
         let unreported = |agent: &Agent| agent.state.is_none() && agent.unusable.is_none();
         let unreported = || self.candidates.iter().filter_map(|candidate| self.agents.of(candidate)).any(|(_, agent)| unreported(agent));
         let missing = assessment.out.values().any(|out| out.reason == Reason::AgentMissing) || adopting_until.is_some() && unreported();
-        // A pod that is paused for an update may be called unfit and is missing from the plan then: a group that could be taken over with
-        // it would be ended in the middle of the update.
+        // A pod that is paused for an update may be unready and missing from the plan. Without this check, a group that could be taken over
+        // with it would be ended in the middle of the update.
         let paused = |agent: &Agent| agent.link == Link::Live && self.updates_in_our_epoch(agent);
         let updating = adopting_until.is_some() && self.agents.iter().any(|(_, agent)| paused(agent));
         if !missing && !updating {
@@ -255,7 +256,7 @@ impl Membership {
         self.due(since.saturating_add(self.config.debounce_ms)).then_some(Reason::GroupForming)
     }
 
-    /// Members that could come in.
+    /// Members that could join.
     fn need_join(&mut self, assessment: &Assessment) -> Option<Reason> {
         let group = self.group.as_ref()?;
         let version = self.version.as_ref().map(|version| version.version);
@@ -271,7 +272,7 @@ impl Membership {
         (self.is_viable(&assessment.eligible) && self.due(at)).then_some(Reason::MemberJoined)
     }
 
-    /// New rules that the members have not heard of.
+    /// New policies that the members have not received.
     fn need_rules(&mut self) -> Option<Reason> {
         let group = self.group.as_ref()?;
         if group.policy == self.config.policy {
@@ -281,7 +282,7 @@ impl Membership {
         self.due(at).then_some(Reason::PolicyChanged)
     }
 
-    /// Members that lack the version although somebody could feed them.
+    /// Members that lack the version although a feeder exists.
     fn need_feeding(&mut self, assessment: &Assessment) -> Option<Reason> {
         let group = self.group.as_ref()?;
         let lacks = group.lives.values().any(|life| self.life_lacks(life));

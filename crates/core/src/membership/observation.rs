@@ -1,41 +1,42 @@
-//! What membership learns from outside. Every observation may be late, doubled or from another life of a member: each names its sender's
-//! [`Incarnation`] and, where it acts on a group, its [`EpochId`], so that what is stale can be informed. Holds values only.
+//! Inputs of membership. Every observation may be late, repeated or from another incarnation of a member. Each carries its sender's
+//! [`Incarnation`] and, where it acts on a group, its [`EpochId`], so that stale ones are recognised. Holds values only.
 
 use crate::plan::{Candidate, LeftOut};
 use crate::protocol::{Announced, Announcement, EpochId, Incarnation, MemberName, MemberState, PrepareResponse, Refusal, UpdateView};
 
 use super::MembershipConfig;
 
-/// One thing that happened, or a whole list that is now so.
+/// One event, or a complete list.
 #[derive(Debug, Clone, PartialEq)]
 #[allow(missing_docs)]
 pub enum Observation {
     /// Time passed; also sent when [`next_wakeup`](super::Membership::next_wakeup) is reached.
     Tick,
     Configure(Box<MembershipConfig>),
-    /// All members that could take part now, in the order of the plan, and those left out. Always the whole list. A plan that is refused
-    /// because the spec is wrong says nothing about members: do not pass it on, what works stays.
+    /// All members that could take part now, in the order of the plan, and those left out. Always the whole list. Do not pass on a plan
+    /// that is refused because of an invalid spec: the working group stays.
     Candidates {
         candidates: Vec<Candidate>,
         left_out: Vec<LeftOut>,
     },
     /// An agent announced itself. It counts once its state is known, which proves that it can be reached.
     Announced(Announcement),
-    /// An agent announced an address that is not its pod's. It is not connected to, and a life that was announced well stays as it is.
+    /// An agent announced an address that is not its pod's. The controller does not connect to it; an incarnation with an earlier correct
+    /// announcement stays unchanged.
     AddressRefused {
         announcement: Announcement,
         why: String,
     },
     /// A source announced a version, by a statement that was checked. It comes before the state of the member that presents it.
     Proven(Announced),
-    /// Everything an agent knows of itself, from its event stream.
+    /// The full state of an agent, from its event stream.
     State(Box<MemberState>),
-    /// Agents of other objects were last heard of for the first time then, in ms since 1970. A controller to which thousands come back after a
-    /// restart has not heard of all of its own in the time that suffices for a few.
+    /// Time of the latest first report of an agent of another object, in ms since 1970. When thousands of agents reconnect after a restart,
+    /// the agents of one object need longer than when there are few.
     ComingBack {
         at: u64,
     },
-    /// A line came from an agent, a heartbeat for instance.
+    /// A message from an agent, such as a heartbeat.
     Alive {
         from: Incarnation,
     },
@@ -49,7 +50,7 @@ pub enum Observation {
         member: MemberName,
         response: Box<PrepareResponse>,
     },
-    /// A member refused to prepare, could not be asked, or gave no answer ([`RefusalCode::Timeout`](crate::protocol::RefusalCode)).
+    /// A member refused to prepare, could not be reached, or did not respond ([`RefusalCode::Timeout`](crate::protocol::RefusalCode)).
     PrepareFailed {
         id: EpochId,
         member: MemberName,
@@ -60,25 +61,25 @@ pub enum Observation {
         member: MemberName,
         from: Incarnation,
     },
-    /// A member refused to commit, could not be asked, or gave no answer.
+    /// A member refused to commit, could not be reached, or did not respond.
     CommitFailed {
         id: EpochId,
         member: MemberName,
         refusal: Refusal,
     },
-    /// The epoch is written, by us.
+    /// This controller persisted the epoch.
     EpochPersisted {
         epoch: u64,
     },
-    /// The epoch could not be written now (the API server is away).
+    /// The epoch could not be persisted now (the API server is unavailable).
     PersistFailed {
         epoch: u64,
         message: String,
     },
-    /// Another controller wrote the epoch: ours must stop.
+    /// Another controller wrote the epoch: this one must stop.
     PersistConflict {
-        /// Which epoch was to be written. A late answer about another one than is being written now says nothing: our own later write may
-        /// have been what it found.
+        /// Which epoch was to be written. A late result about another epoch than the present one has no meaning: it may have found this
+        /// controller's own later write.
         epoch: u64,
         message: String,
     },
@@ -96,6 +97,6 @@ pub enum Observation {
     },
     /// The object is suspended, or not any more.
     Suspend(bool),
-    /// The object is being deleted: release everybody, for good.
+    /// The object is being deleted: release all agents permanently.
     Delete,
 }

@@ -1,6 +1,6 @@
-//! Takes observations in: facts are noted, answers are given to the round that asked for them.
+//! Processes observations: records facts, and passes responses to their round.
 //!
-//! Whatever is about another epoch than the one in work, or comes from another life than the one that was asked, changes nothing.
+//! A message about another epoch, or from another incarnation than the one that was called, changes nothing.
 
 use crate::protocol::{
     EpochId, Incarnation, MemberName, MemberPhase, MemberState, PrepareResponse, Reason, Refusal, RefusalCode, Role, UpdateView,
@@ -92,7 +92,7 @@ impl Membership {
     fn note_state(&mut self, mut state: MemberState) {
         let refused_claim = self.correct(&mut state);
         if let Some(epoch) = state.epoch.as_ref().filter(|epoch| epoch.weightsync == self.config.weightsync) {
-            // Numbers that were used are never used again, anyone who used them; one that is not in status was used before we started.
+            // Used numbers are never reused. One that is not in status was used before this controller started.
             self.had_epoch |= epoch.epoch > self.epoch;
             self.epoch = self.epoch.max(epoch.epoch);
         }
@@ -113,10 +113,10 @@ impl Membership {
             agent.refused_claim = refused_claim;
         }
         if restarted {
-            let what = "its engine started again: it serves again once it holds the current version";
+            let what = "its engine restarted: it serves again once it holds the current version";
             self.event(Reason::EngineRestarted, what.to_owned(), name, true);
         }
-        // The answer to a commit may be lost while the state that it led to is seen.
+        // The response to a commit may be lost while the resulting state arrives.
         if let (Some(id), Some(Forming::Round(round))) = (committed, &self.forming)
             && round.id == id
             && let Some(member) = round.member_of(&life).cloned()
@@ -125,10 +125,10 @@ impl Membership {
         }
     }
 
-    /// Takes out what a member is not believed about: its role, which is the plan's, and an epoch that no controller can have written.
-    /// Returns what it took out.
+    /// Removes claims that a member cannot make: its role, which the plan decides, and an epoch that no controller can have written.
+    /// Returns the removed claim.
     fn correct(&self, state: &mut MemberState) -> Option<String> {
-        // Only a life that was announced with the role of its candidate speaks for it.
+        // Only an incarnation that was announced with the role of its candidate represents it.
         let planned = self.agents.get(&state.incarnation).map_or(state.role, |agent| agent.role);
         let role = std::mem::replace(&mut state.role, planned);
         let most = self.written.saturating_add(EPOCHS_AHEAD);
@@ -136,12 +136,12 @@ impl Membership {
             return Some(format!("it reports epoch {}, the last one that a controller wrote is {}", epoch.epoch, self.written));
         }
         (role != planned).then(|| match planned {
-            Role::Source => "it calls itself a rollout and is a source".to_owned(),
-            Role::Rollout => "it calls itself a source and is a rollout".to_owned(),
+            Role::Source => "it claims to be a rollout and is a source".to_owned(),
+            Role::Rollout => "it claims to be a source and is a rollout".to_owned(),
         })
     }
 
-    /// The round in work, when an answer is about it.
+    /// The present round, if a response is about it.
     fn asked(&mut self, id: &EpochId) -> Option<&mut Round> {
         match &mut self.forming {
             Some(Forming::Round(round)) if &round.id == id => Some(round),
@@ -154,15 +154,15 @@ impl Membership {
         if !matches!(round.phase, Phase::Preparing) || round.life(member) != Some(&response.incarnation) {
             return;
         }
-        // The others refuse a commit that names such an address: one member would keep all of them from forming.
+        // The others refuse a commit with such an address, so one member would block the group.
         let head = round.roster.member(member).and_then(|member| member.pods.first());
         if head.and_then(|head| head.has_listener(&response.data_address)) == Some(false) {
             let message = format!("its data address {} is not an address of its pod", response.data_address);
             self.note_failed(id, member.clone(), Refusal { code: RefusalCode::Invalid, message }, true);
             return;
         }
-        // The state in the answer is not taken: the event stream keeps the order of states, and an answer that was overtaken by it would
-        // show an engine as holding what it has lost since.
+        // Ignore the state in the response: only the event stream keeps the order of states. A late response would show an engine with a
+        // version that it has lost since.
         let groups = response.state.engine.and_then(|engine| engine.groups);
         let prepared = Prepared { data: response.data_address, gpus: response.gpus, fabric: response.fabric, groups };
         round.prepared.insert(member.clone(), prepared);
@@ -201,8 +201,8 @@ impl Membership {
         round.settle_at.get_or_insert(settle_at);
     }
 
-    /// Whether a life may report that update: the agent of a source's pod may, and of rollouts the one that feeds the group that the update runs
-    /// in. What is over is shown and decides nothing, so it is not looked into.
+    /// Whether an incarnation may report that update: the agent of a source's pod may, and the feeder of the group in which the update
+    /// runs. Ended updates are only shown, so they are not checked.
     fn leads(&self, from: &Incarnation, update: &UpdateView) -> bool {
         let planned = self.candidates.iter().map(|candidate| (candidate.role, &candidate.pods));
         let left_out = self.left_out.iter().map(|left| (left.role, &left.pods));
@@ -213,7 +213,7 @@ impl Membership {
         }
         let (member, feeder) = match (&self.group, &self.forming) {
             (Some(group), _) if group.id == update.id => {
-                // A group that was taken over does not say who feeds it.
+                // An adopted group has no known feeder.
                 let feeder = group.feeder.clone().or_else(|| self.choose_feeder(group.lives.iter()));
                 (group.member_of(from), feeder)
             }
@@ -244,7 +244,7 @@ impl Membership {
             return;
         }
         if let Some(cause) = noted.failed {
-            let what = if feeding { "bringing version" } else { "update to version" };
+            let what = if feeding { "feeding of version" } else { "update to version" };
             self.event(Reason::UpdateFailed, format!("{what} {version} failed: {cause}"), None, true);
         }
         for repeated in noted.repeated {

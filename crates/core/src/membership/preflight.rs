@@ -1,7 +1,8 @@
-//! What follows from the pre-flight of the group: a rollout that every chain would wait for is left out, or named.
+//! Applies the result of the preflight: a rollout that would slow every chain is left out, or reported.
 //!
-//! The leader's agent measures and arranges; it is believed, because it can leave a member out of its stream in any case. A broken edge always costs its member the group. A
-//! slow one does only while `minReady` replicas are left; else the member stays, last in the chain.
+//! The leader's agent measures and orders the chain. Its report is trusted, because it can leave a member out of its stream in any case. A
+//! member with a broken edge always leaves the group. One with a slow edge leaves only while `minReady` replicas remain; otherwise it
+//! stays, last in the chain.
 
 use crate::protocol::{PoorMember, PreflightReport, Reason, Role};
 
@@ -10,7 +11,7 @@ use super::backoff::Weight;
 use super::group::Group;
 
 impl Membership {
-    /// What the leader of the present group says that it measured.
+    /// The measurements of the present group's leader.
     pub(super) fn preflight(&self) -> Option<&PreflightReport> {
         let group = self.group.as_ref()?;
         let states = group.lives.values().filter_map(|life| self.agents.get(life)?.state.as_ref());
@@ -18,7 +19,7 @@ impl Membership {
         sources.find_map(|state| state.preflight.as_deref().filter(|report| report.id == group.id))
     }
 
-    /// Leaves out members that hold up all others, by the finished pre-flight of the group; once for each group.
+    /// Leaves out members that slow all others, after the finished preflight; once for each group.
     pub(super) fn heed_preflight(&mut self) {
         let Some(report) = self.preflight().filter(|report| report.done) else { return };
         let poor = report.arrangement.poor.clone();
@@ -27,7 +28,7 @@ impl Membership {
         let mut left = usize::try_from(group.rollouts()).unwrap_or(usize::MAX);
         let least = usize::try_from(group.policy.min_ready.max(1)).unwrap_or(usize::MAX);
         let mut out: Vec<PoorMember> = poor.into_iter().filter(|poor| is_rollout(group, poor)).collect();
-        // The slowest stands last, and goes first.
+        // The slowest member is last in the chain, and leaves first.
         out.reverse();
         out.retain(|poor| {
             let goes = poor.broken || left > least;
@@ -39,7 +40,7 @@ impl Membership {
         }
     }
 
-    /// Members of the group that stay though their edges are poor, and the source where its own are.
+    /// Members of the group that stay in spite of poor edges, and the source if its own edges are poor.
     pub(super) fn poor_members(&self) -> impl Iterator<Item = (Reason, &PoorMember)> {
         let arrangement = self.preflight().filter(|report| report.done).map(|report| &report.arrangement);
         let here = |poor: &&PoorMember| self.group.as_ref().is_some_and(|group| !group.lost.contains_key(&poor.member));

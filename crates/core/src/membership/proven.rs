@@ -1,7 +1,7 @@
-//! Which versions exist: those that a source announced, and the one that status holds. Nothing follows from a claim about any other.
+//! Which versions exist: those that a source announced, and the one in status. A claim about any other has no effect.
 //!
-//! Of two statements about one number the one of the later epoch counts: a new source may use a number again that never counted.
-//! Whether a statement is genuine is the coordinator's to check.
+//! Of two statements about one number the one of the later epoch counts: a new source may reuse a number that never counted. The
+//! coordinator checks whether a statement is genuine.
 
 use std::collections::BTreeMap;
 
@@ -38,7 +38,7 @@ impl Proven {
 }
 
 impl Membership {
-    /// A source's statement was checked. One of an epoch that no controller can have written is of no use.
+    /// Records a checked statement of a source. One of an epoch that no controller can have written is ignored.
     pub(super) fn note_announced(&mut self, announced: Announced) {
         if announced.epoch <= self.written.saturating_add(EPOCHS_AHEAD) {
             self.proven.learn(announced);

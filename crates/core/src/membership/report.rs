@@ -1,7 +1,7 @@
-//! What status shows: every member with where it stands and why, and what is not as it should be.
+//! What status shows: the state and reason of every member, and the problems.
 //!
-//! Says what was seen of the life that speaks now. A replica counts as ready only in a committed group, with the current version confirmed
-//! by its engine, and never while it may hold half an update.
+//! Reports the present incarnation only. A replica counts as ready only in a committed group, with the current version confirmed by its
+//! engine, and never while it may hold half an update.
 
 use std::sync::Arc;
 
@@ -55,21 +55,21 @@ impl Membership {
         }
     }
 
-    /// How bytes travel, with what came of it where the source says so.
+    /// The transport, with the source's own report if it sent one.
     fn transport_of(&self, group: &Group) -> TransportChoice {
         let states = group.lives.values().filter_map(|life| self.agents.get(life)?.state.as_ref());
         let mut sources = states.filter(|state| state.role == Role::Source && state.epoch.as_ref() == Some(&group.id));
         sources.find_map(|state| state.transport.clone()).unwrap_or_else(|| group.transport.clone())
     }
 
-    /// Tells what is newly wrong with the group as a whole, or with a member that was in none.
+    /// Reports new problems of the group, or of a member outside it.
     pub(super) fn tell_degradations(&mut self, before: &[Degradation]) {
-        // A loss or a failure was informed when it happened.
+        // A loss or a failure was reported when it happened.
         let reported = |reason: Reason| {
             use Reason::{AgentLost, AgentMissing, AgentSilent, BackingOff, UpdateStuck};
             matches!(reason, BackingOff | AgentLost | AgentSilent | AgentMissing | UpdateStuck)
         };
-        // So was a refusal of the whole group; one after another is not one that goes on.
+        // So was a refusal of the whole group; two in a row are two problems.
         let counted = |new: &Degradation| new.reason == Reason::VersionRefused && new.member.is_none();
         let lost = |name: &MemberName| self.group.as_ref().is_some_and(|group| group.lost.contains_key(name));
         let new = self.view.degraded.iter().filter(|new| {
@@ -171,13 +171,13 @@ impl Membership {
         }
     }
 
-    /// What a member says of itself that cannot be true.
+    /// A false claim of a member.
     fn refused_claim(&self, candidate: &Candidate) -> Option<String> {
         let (_, agent) = self.agents.of(candidate)?;
         let invented = || {
             let (wanted, installed) = (self.wanted()?, agent.state.as_ref()?.installed.as_ref()?);
             let invented = installed.version > wanted.version && !self.exists(installed);
-            invented.then(|| format!("it says that it holds version {}, which no source announced", installed.version))
+            invented.then(|| format!("it claims to hold version {}, which no source announced", installed.version))
         };
         agent.refused_claim.clone().or_else(invented)
     }
@@ -236,7 +236,7 @@ impl Membership {
         let current = self.wanted().map_or_else(String::new, named);
         let number = self.version.as_ref().map_or(0, |version| version.version);
         let dirty = state.phase.must_not_serve();
-        // Switched in turn, the last ones serve what they have until then.
+        // During waves, the last replicas serve their old version until their switch.
         let skew = self.skew_of(state);
         let turn = !dirty
             && skew != Some(Skew::TooOld)
@@ -248,12 +248,12 @@ impl Membership {
                 _ => MemberStanding::Behind,
             };
             let serves = !dirty && skew == Some(Skew::Within);
-            let meanwhile = if serves { "; it serves meanwhile, as membership.maxSkew lets it" } else { "" };
+            let meanwhile = if serves { "; it serves meanwhile (membership.maxSkew)" } else { "" };
             if updating {
-                return (standing, Reason::BeingFed, format!("{current} is being brought to it{meanwhile}"));
+                return (standing, Reason::BeingFed, format!("it is being fed {current}{meanwhile}"));
             }
             if standing == MemberStanding::Unknown {
-                let message = state.reason.clone().unwrap_or_else(|| "what its engine holds is not known".to_owned());
+                let message = state.reason.clone().unwrap_or_else(|| "the version of its engine is not known".to_owned());
                 return (standing, Reason::EngineUnproven, message);
             }
             if standing == MemberStanding::Dirty {
@@ -264,7 +264,7 @@ impl Membership {
             let feeder = self.choose_feeder(group.lives.iter());
             return match feeder {
                 Some(feeder) => (standing, Reason::BeingFed, format!("waits for {current} from {feeder}{meanwhile}")),
-                None => (standing, Reason::NoFeeder, format!("no one retains {current}; it waits for the next one{meanwhile}")),
+                None => (standing, Reason::NoFeeder, format!("no member retains {current}; it waits for the next one{meanwhile}")),
             };
         }
         if updating && candidate.role == Role::Rollout {
@@ -277,7 +277,7 @@ impl Membership {
                 Some(installed) if skew == Some(Skew::TooNew) => {
                     format!("holds {}, and serves once that counts (membership.maxSkew)", named(installed))
                 }
-                Some(installed) if self.lacks(state) => format!("serves {} until it is taken to {current}", named(installed)),
+                Some(installed) if self.lacks(state) => format!("serves {} until it is switched to {current}", named(installed)),
                 _ => format!("serves {current}"),
             },
         };
@@ -291,14 +291,14 @@ impl Membership {
         }
         if self.group.is_none() {
             if self.is_adopting() {
-                return (Reason::Adopting, "a controller that started asks who is there".to_owned());
+                return (Reason::Adopting, "a controller that started waits for the agents".to_owned());
             }
             let has = |role: Role| assessment.eligible.iter().any(|member| member.candidate.role == role);
             if !has(Role::Rollout) {
                 return (Reason::NoRollout, "there is no rollout to send to".to_owned());
             }
             if !has(Role::Source) && !self.is_viable(&assessment.eligible) {
-                return (Reason::NoSource, "no trainer's agent takes part, and no one needs feeding".to_owned());
+                return (Reason::NoSource, "no trainer's agent takes part, and no member needs feeding".to_owned());
             }
             return (Reason::GroupForming, "a group is about to be formed".to_owned());
         }
@@ -309,7 +309,7 @@ impl Membership {
         let seen = self.waiting.get(name).map(|(_, version)| *version);
         let version = self.version.as_ref().map(|version| version.version);
         if self.config.join == JoinPolicy::NextVersion && version.is_some() && seen.is_none_or(|seen| seen == version) {
-            return (Reason::WaitsForNextVersion, "joins with the next version, as membership.join says".to_owned());
+            return (Reason::WaitsForNextVersion, "joins with the next version (membership.join)".to_owned());
         }
         (Reason::JoinPending, "joins with the next epoch".to_owned())
     }
@@ -321,7 +321,7 @@ impl Membership {
         };
         for member in members {
             match (member.standing, member.reason) {
-                // Anyone who plans says by itself which of those it leaves out are a mistake.
+                // The plan itself reports which of the pods that it leaves out are a mistake.
                 (MemberStanding::Out, reason)
                     if self.left_out.iter().any(|left| left.who == member.name && left.code.reason() == reason) => {}
                 (MemberStanding::Out, Reason::Terminating | Reason::NotCandidate) => {}
@@ -345,7 +345,7 @@ impl Membership {
         }
         let has = |role: Role| assessment.eligible.iter().any(|member| member.candidate.role == role);
         if !has(Role::Source) {
-            add(Reason::NoSource, None, "no trainer's agent takes part: no one can publish".to_owned());
+            add(Reason::NoSource, None, "no trainer's agent takes part: no publish is possible".to_owned());
         }
         if !has(Role::Rollout) {
             add(Reason::NoRollout, None, "no rollout can take part".to_owned());
@@ -358,7 +358,7 @@ impl Membership {
         }
         let min_ready = self.config.policy.min_ready;
         if ready < min_ready && self.group.is_some() {
-            add(Reason::BelowMinReady, None, format!("{ready} replicas are ready, {min_ready} must be"));
+            add(Reason::BelowMinReady, None, format!("{ready} replicas are ready, minReady is {min_ready}"));
         }
         if let Some(Forming::Persisting(persisting)) = &self.forming
             && let Some(failure) = &persisting.failure
@@ -370,7 +370,7 @@ impl Membership {
     }
 }
 
-/// What a replica's engine answered while it loaded what it holds now: such answers are of no version.
+/// The latest time in which a replica's engine answered from a mixture while it loaded a version.
 fn mixed(state: &MemberState) -> Option<String> {
     let last = state.mixed.last()?;
     let holds = state.installed.as_ref().is_some_and(|installed| installed.version == last.version);

@@ -1,14 +1,14 @@
-//! Who may be in service while versions differ: `membership.maxSkew`, and both versions while a group goes back.
+//! Which replicas may be in service while versions differ: `membership.maxSkew`, and both versions while a group goes back.
 //!
-//! Decides for one replica from what the view shows, so that the controller's gate says what the agent's own probe says. It never calls a
-//! replica fit to serve that holds no verified version. The numbers' rule is `protocol`'s.
+//! Decides for one replica from the view, so that the controller's readiness gate and the agent's probe agree. A replica without a verified
+//! version never serves. The rule for numbers is in `protocol`.
 
 use crate::protocol::{HeldVersion, MemberState, Returned, Role, Skew, Version, newest_in_service, skew};
 
 use super::{Membership, MembershipView};
 
 impl Membership {
-    /// The newest version in service, where a limit makes that matter. Versions that the group leaves are not counted.
+    /// The newest version in service, if there is a limit. Versions that the group goes back from do not count.
     pub(super) fn newest(&self) -> Option<Version> {
         let (most, counts) = (self.config.policy.max_skew?, self.wanted()?.version);
         let left = |version: &Version| self.returned().is_some_and(|returned| returned.left(*version));
@@ -22,7 +22,7 @@ impl Membership {
         Some(newest_in_service(most, counts, installed.filter(|version| !left(version))))
     }
 
-    /// Where what a replica holds stands by the limit; none without one, and for a version that the group leaves.
+    /// A replica's version compared with the limit; `None` without a limit, and for a version that the group goes back from.
     pub(super) fn skew_of(&self, state: &MemberState) -> Option<Skew> {
         let (most, counts, installed) = (self.config.policy.max_skew?, self.wanted()?.version, state.installed.as_ref()?.version);
         let left = self.returned().is_some_and(|returned| returned.left(installed));
@@ -31,7 +31,7 @@ impl Membership {
 }
 
 impl MembershipView {
-    /// Whether a replica that holds this may be in service; else why not, for a person.
+    /// Whether a replica with this version may be in service; else the cause as text.
     pub fn may_serve(&self, held: &HeldVersion) -> Result<(), String> {
         let Some(current) = &self.version else { return Ok(()) };
         let wanted = self.wanted.as_ref().unwrap_or(current);

@@ -1,8 +1,8 @@
-//! Going back to an earlier version, as `spec.targetVersion` asks, or because the canary refuses the one that counts (`canary.rs`).
+//! Going back to an earlier version, because of `spec.targetVersion` or because the canary refuses the current one (`canary.rs`).
 //!
-//! Decides which version everybody should hold (one that somebody keeps complete, or things stay as they are), and when it counts: as soon
-//! as enough replicas say that their engines confirmed it, which is the only way in which the version goes back. From then on a number
-//! up to the highest one that ever counted does not count any more by being installed somewhere.
+//! Decides which version all replicas should hold (it must be kept complete by a member, else nothing changes), and when it counts: as soon
+//! as enough replicas report that their engines confirmed it. The version goes back only in this way. From then on, a number up to the
+//! highest one that ever counted does not count again only because a replica has it.
 
 use std::collections::BTreeMap;
 
@@ -11,20 +11,21 @@ use crate::protocol::{HeldVersion, MemberState, Reason, Returned, Role, Version}
 use super::Membership;
 
 impl Membership {
-    /// The version that every rollout should hold; none where the one that counts is refused and no one keeps another.
+    /// The version that every rollout should hold; `None` if the current one is refused and no member keeps another.
     pub(super) fn wanted(&self) -> Option<&HeldVersion> {
         let brought = |version: &&HeldVersion| !self.is_refused(version.version);
         self.target.as_ref().or(self.version.as_ref().filter(brought))
     }
 
-    /// What members are informed of going back, where there is something to tell.
+    /// The rollback for members, if there is one.
     pub(super) fn returned(&self) -> Option<Returned> {
         let to = self.wanted()?.version;
         let (from, pinned) = (self.highest.max(to), self.config.target == Some(to));
         (pinned || from > to).then_some(Returned { to, from, pinned })
     }
 
-    /// Whether a group knows something else than it must. That a new version overtook the one it went back from, its members see themselves.
+    /// Whether the group's members have an outdated rollback. They detect by themselves that a new version exceeded the one they went back
+    /// from.
     pub(super) fn is_asked_otherwise(&self, reported: Option<Returned>) -> bool {
         let now = self.returned();
         now != reported && (now.is_some() || reported.is_some_and(|reported| reported.pinned))
@@ -35,7 +36,7 @@ impl Membership {
         self.config.target.filter(|number| !self.is_refused(*number)).or_else(|| self.before_refused())
     }
 
-    /// Finds the version that is to be gone back to, and lets it count once enough replicas serve it.
+    /// Finds the version to go back to, and makes it current once enough replicas serve it.
     pub(super) fn learn_target(&mut self) {
         let Some(number) = self.going_to() else {
             self.target = None;
@@ -54,7 +55,7 @@ impl Membership {
             let whole = state.role == Role::Rollout && !state.phase.must_not_serve();
             whole && state.installed.as_ref() == Some(&target)
         };
-        // A source says of a version that it once counted; here only those that serve it now do.
+        // A source reports that a version once counted; here only replicas that serve it now count.
         let enough = self.states().filter(serve).count() >= usize::try_from(min_ready).unwrap_or(usize::MAX);
         if !enough {
             return;
@@ -68,11 +69,11 @@ impl Membership {
         self.event(reason, format!("version {number} is served by at least {min_ready} replicas{before}"), None, false);
     }
 
-    /// Why the version that the spec names is not brought to anybody.
+    /// Why the version in the spec is not delivered.
     pub(super) fn target_missing(&self) -> Option<String> {
         let number = self.config.target.filter(|number| self.target.as_ref().is_none_or(|target| target.version != *number))?;
         if self.is_refused(number) {
-            let why = "everything stays as it is; to take it all the same, remove spec.canary";
+            let why = "nothing changes; to use it anyway, remove spec.canary";
             return Some(format!("targetVersion names version {number}, which the canary refused: {why}"));
         }
         let mut kept: BTreeMap<Version, usize> = BTreeMap::new();
@@ -85,12 +86,12 @@ impl Membership {
         let listed = if listed.is_empty() { "none at all".to_owned() } else { listed.join(", ") };
         let keep = self.config.policy.keep;
         Some(format!(
-            "no one keeps version {number}, which targetVersion names, and everything stays as it is; kept are: {listed} \
+            "no member keeps version {number} of targetVersion, so nothing changes; kept versions: {listed} \
              (membership.keep: {keep})"
         ))
     }
 
-    /// A version that somebody keeps complete; the weights that most have, should there be several of the number.
+    /// A version that a member keeps complete. If there are several weights with this number, those that most members have.
     fn kept(&self, number: Version) -> Option<HeldVersion> {
         let mut counts: BTreeMap<&String, usize> = BTreeMap::new();
         for held in self.states().flat_map(MemberState::keeps).filter(|held| held.version == number && self.exists(held)) {
@@ -100,7 +101,7 @@ impl Membership {
         Some(HeldVersion { version: number, manifest: most.0.clone() })
     }
 
-    /// What the agents of all candidates last said of themselves, as far as they can be spoken with.
+    /// The last states of all candidates' reachable agents.
     pub(super) fn states(&self) -> impl Iterator<Item = &MemberState> {
         self.candidates.iter().filter_map(|candidate| {
             let (_, agent) = self.agents.of(candidate)?;

@@ -1,9 +1,9 @@
-//! Which transport an epoch gets, from what the object asks for and what the members' GPUs are.
+//! Which transport an epoch gets, from the spec and the members' GPUs.
 //!
 //! Decides by facts of prepared members only. NCCL needs a GPU for every member, no GPU twice (a member on the source's GPU has no rank:
-//! [`rank_plan`]), one minor version of the library everywhere, and room for a ring. `auto` goes back to TCP and says why; when NCCL is demanded, the members that
-//! stand in its way are named, and left out like any member that refuses. Reads through NIXL need no GPU; `auto` takes them where all members
-//! have an RDMA device and NCCL is not possible.
+//! [`rank_plan`]), the same minor version of the library everywhere, and room for a ring. `auto` falls back to TCP with a reason. When NCCL is
+//! required, members that prevent it are named and left out, like any member that refuses. Reads through NIXL need no GPU; `auto` uses them
+//! if all members have an RDMA device and NCCL is not possible.
 
 use std::collections::BTreeMap;
 
@@ -13,7 +13,7 @@ use crate::protocol::{
     TransportChoice, TransportPolicy, TransportWish, UpdatePolicy,
 };
 
-/// A member that stands in the way of what was demanded.
+/// A member that prevents the required transport.
 pub(super) type InTheWay = BTreeMap<MemberName, String>;
 
 /// A member of an epoch, as far as the choice needs it.
@@ -21,11 +21,11 @@ pub(super) struct Prepared<'a> {
     pub(super) member: &'a RosterMember,
     pub(super) gpus: &'a GpuReport,
     pub(super) fabric: &'a FabricReport,
-    /// What its engine says about joining.
+    /// Its engine's ability to join.
     pub(super) groups: Option<&'a GroupFacts>,
 }
 
-/// How bytes travel in an epoch. `members` stand in the order of their ranks, sources first.
+/// The transport of an epoch. `members` are in the order of their ranks, sources first.
 pub(super) fn choose(policy: &UpdatePolicy, members: &[Prepared<'_>]) -> Result<TransportChoice, InTheWay> {
     match policy.delivery {
         Delivery::Agent if policy.transport.wish == TransportWish::Gdr => {
@@ -45,7 +45,7 @@ pub(super) fn choose(policy: &UpdatePolicy, members: &[Prepared<'_>]) -> Result<
     }
 }
 
-/// The groups that engines join. Without a source nothing is published: joiners are fed over connections, as always.
+/// The groups that engines join. Without a source nothing is published: joiners are fed over connections.
 fn between_engines(members: &[Prepared<'_>]) -> Result<TransportChoice, InTheWay> {
     let Some(source) = members.iter().find(|prepared| prepared.member.role == Role::Source) else {
         return Ok(TransportChoice::tcp("delivery Engine: without the source nothing is broadcast"));
@@ -60,7 +60,7 @@ fn between_engines(members: &[Prepared<'_>]) -> Result<TransportChoice, InTheWay
     Ok(TransportChoice { nccl: None, gdr: None, engines: Some(engines), reason })
 }
 
-/// Reads along the chain. Members without NIXL stand in the way.
+/// Reads along the chain. Members without NIXL prevent it.
 fn by_reads(policy: &TransportPolicy, members: &[Prepared<'_>], asked: &str) -> Result<TransportChoice, InTheWay> {
     let lacking = members.iter().filter(|prepared| prepared.fabric.nixl.is_none());
     let in_the_way: InTheWay = lacking.map(|Prepared { member, fabric, .. }| (member.name.clone(), fabric.reason.clone())).collect();
@@ -73,7 +73,7 @@ fn by_reads(policy: &TransportPolicy, members: &[Prepared<'_>], asked: &str) -> 
     Ok(TransportChoice { nccl: None, gdr: Some(plan), engines: None, reason })
 }
 
-/// The slots of each member: on GPUs where those of the source can lie there, and why.
+/// The slots of each member: on GPUs if the source's can be there, and the reason.
 fn slots(policy: &TransportPolicy, members: &[Prepared<'_>]) -> Result<(FabricPlan, String), InTheWay> {
     let source = members.iter().find(|prepared| prepared.member.role == Role::Source);
     if !source.is_some_and(|source| source.fabric.gpu) {
@@ -89,7 +89,7 @@ fn slots(policy: &TransportPolicy, members: &[Prepared<'_>]) -> Result<(FabricPl
     Ok((plan, format!("slots on GPUs: {}", chosen.why)))
 }
 
-/// The transport between agents. `members` stand in the order of their ranks, sources first.
+/// The transport between agents. `members` are in the order of their ranks, sources first.
 fn between_agents(policy: &TransportPolicy, members: &[(&MemberName, &GpuReport)]) -> Result<TransportChoice, InTheWay> {
     if policy.wish == TransportWish::Tcp {
         return Ok(TransportChoice::tcp("asked for by spec.transport.tcp"));
@@ -134,7 +134,7 @@ fn alongside(rank_plan: &RankPlan) -> String {
     }
 }
 
-/// Names the first member whose engine cannot be handed memory of its GPU: a group of such members works, and is slower than it might be.
+/// Names the first member that cannot share GPU memory with its engine: such a group works, but more slowly.
 fn unshared(members: &[(&MemberName, &GpuReport)]) -> String {
     let mut all = members.iter().filter(|(_, report)| !report.unshared.is_empty());
     let Some((name, report)) = all.next() else { return String::new() };
@@ -145,7 +145,7 @@ fn unshared(members: &[(&MemberName, &GpuReport)]) -> String {
     format!("; memory of its GPU cannot be shared with the engine of {name}{more}: {}", report.unshared)
 }
 
-/// Members that no communicator of all could have, each compared with those before it: the first source is never the odd one out.
+/// Members that cannot be in one communicator with the others, each compared with those before it: the first source is never left out.
 fn unfit(members: &[(&MemberName, &GpuReport)]) -> InTheWay {
     let mut unfit = InTheWay::new();
     let mut version: Option<(u32, &MemberName)> = None;
@@ -172,7 +172,7 @@ fn ring(
     members: &[(&MemberName, &GpuReport)],
     rank_plan: &RankPlan,
 ) -> Result<(CommunicatorPlan, String), (MemberName, String)> {
-    // On the source's GPU each guest has a ring as well.
+    // On the source's GPU each member without a rank has a ring as well.
     let rings = |name: &MemberName| {
         let first = rank_plan.ranks.first().is_some_and(|(first, _)| first == name);
         1 + if first { u64::try_from(rank_plan.guests.len()).unwrap_or(u64::MAX - 1) } else { 0 }
@@ -186,7 +186,7 @@ fn ring(
     Ok((plan, chosen.why))
 }
 
-/// What a GPU has for one of `rings` rings of equal length, at least one.
+/// Memory of a GPU for one of `rings` rings of equal length, at least one.
 fn room(name: &MemberName, gpu: &MemberGpu, rings: u64) -> GpuRoom {
     let of = match rings {
         1 => format!("{} of {name}", gpu.uuid),
@@ -205,7 +205,7 @@ fn ring_in(policy: &TransportPolicy, rooms: &[(&MemberName, GpuRoom)]) -> Result
     })
 }
 
-/// Major and minor of what `ncclGetVersion` says (22809: 2.28).
+/// Major and minor version from `ncclGetVersion` (22809: 2.28).
 fn minor(version: u32) -> u32 {
     version / 100
 }

@@ -1,6 +1,6 @@
-//! What leaders say of their updates: whether one runs, who fails in them, and when a failed one deserves a new epoch.
+//! The leaders' reports of their updates: whether one runs, which members fail in it, and when a failed one needs a new epoch.
 //!
-//! Judges by progress: a view that does not change for too long is no update any more. It never moves the version; replicas do that.
+//! Judges by progress: a report that does not change for too long means that no update runs. It never moves the version; replicas do that.
 
 use std::collections::BTreeMap;
 
@@ -27,7 +27,7 @@ pub(super) struct Repeated {
     pub message: String,
 }
 
-/// What a view changed.
+/// The effect of a report.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Noted {
     /// Another update than the one before.
@@ -44,7 +44,7 @@ pub(super) struct Updates {
     tracks: BTreeMap<Incarnation, Track>,
     misses: BTreeMap<MemberName, u32>,
     failures: u32,
-    /// The epoch in which an update failed, when it deserves a new one, and who led it.
+    /// The epoch in which an update failed, when a new one is due, and its leader.
     retry: Option<(EpochId, u64, Incarnation)>,
 }
 
@@ -63,7 +63,7 @@ impl Updates {
         let began_at = before.map_or(now, |track| track.began_at);
         if view.phase.is_over() {
             noted.repeated = self.count_misses(&view);
-            // That members were fed meanwhile by another leader does not bring out what a source could not publish.
+            // A feeding by another leader does not repair a failed publish of the source.
             let others = view.feeding && self.retry.as_ref().is_some_and(|(id, _, leader)| *id == view.id && leader != from);
             if view.phase == UpdatePhase::Done {
                 if !others {
@@ -81,7 +81,7 @@ impl Updates {
         noted
     }
 
-    /// Counts who refused or failed. When no one got any further, the cause is common to all and is no one's fault.
+    /// Counts members that refused or failed. If no member got further, the cause is common and not a member's fault.
     fn count_misses(&mut self, view: &UpdateView) -> Vec<Repeated> {
         let missed = |step: InstallStep| matches!(step, InstallStep::Refused | InstallStep::Failed);
         let common = view.members.iter().all(|member| missed(member.step));
@@ -102,7 +102,7 @@ impl Updates {
         repeated
     }
 
-    /// Until when an update of this epoch counts as running, if nothing more is heard of it.
+    /// Until when an update of this epoch counts as running without a new report.
     pub(super) fn running_until(&self, now: u64, id: &EpochId, policy: &UpdatePolicy) -> Option<u64> {
         let ends = self.tracks.values().filter(|track| &track.view.id == id && !track.view.phase.is_over()).map(|track| {
             // A staged update waits for its trainer, within the time of the whole update.
@@ -122,7 +122,7 @@ impl Updates {
             })
     }
 
-    /// Whether a member holds that version complete, in a running update of this epoch, and its turn to be switched comes.
+    /// Whether a member holds that version complete, in a running update of this epoch, and waits for its switch.
     pub(super) fn awaits_its_turn(&self, now: u64, id: &EpochId, policy: &UpdatePolicy, member: &MemberName, version: u64) -> bool {
         let running = self.running_until(now, id, policy).is_some() && policy.max_unavailable > 0;
         let of = |track: &&Track| &track.view.id == id && track.view.version == version && track.view.phase == UpdatePhase::Activate;
@@ -132,7 +132,7 @@ impl Updates {
             })
     }
 
-    /// When the failed update of this epoch deserves a new one.
+    /// When the new epoch after a failed update of this epoch is due.
     pub(super) fn retry_at(&self, id: &EpochId) -> Option<u64> {
         self.retry.as_ref().filter(|(failed_in, ..)| failed_in == id).map(|(_, at, _)| *at)
     }
@@ -142,7 +142,7 @@ impl Updates {
         self.tracks.values().max_by_key(|track| track.changed_at).map(|track| &track.view)
     }
 
-    /// Moves all limits: the time in which we did not look is not held against anybody.
+    /// Moves all limits by the time without a step.
     pub(super) fn forgive(&mut self, ms: u64) {
         for track in self.tracks.values_mut() {
             track.began_at = track.began_at.saturating_add(ms);
@@ -150,7 +150,7 @@ impl Updates {
         }
     }
 
-    /// Forgets leaders and members that are gone, but not the last view: status shows it.
+    /// Forgets leaders and members that are gone, but not the last report: status shows it.
     pub(super) fn prune(&mut self, known: impl Fn(&Incarnation) -> bool, is_member: impl Fn(&MemberName) -> bool) {
         self.misses.retain(|name, _| is_member(name));
         let latest = self.tracks.iter().max_by_key(|(_, track)| track.changed_at).map(|(from, _)| from.clone());

@@ -1,8 +1,7 @@
-//! Which version is current, who lacks it, and who can feed it.
+//! Which version is current, which members lack it, and which can feed it.
 //!
-//! The version moves when enough replicas say that their engines confirmed it, or when a source, which waits for the same, says so, and only to
-//! a version that exists (`proven.rs`): what members say about any other moves nothing. A leader's progress never moves it, and it goes back only
-//! to the version that the spec names (`target.rs`).
+//! The version moves when enough replicas report that their engines confirmed it, or when a source, which waits for the same, reports it.
+//! It moves only to a version that exists (`proven.rs`). A leader's progress never moves it, and it goes back only by `target.rs`.
 
 use std::collections::BTreeMap;
 
@@ -11,18 +10,18 @@ use crate::protocol::{HeldVersion, Incarnation, MemberName, MemberState, Reason,
 use super::Membership;
 
 impl Membership {
-    /// Reads the current version from what members say of themselves.
+    /// Derives the current version from the members' states.
     pub(super) fn learn_version(&mut self) {
         let mut installed: BTreeMap<(u64, &str), u32> = BTreeMap::new();
         let min_ready = self.config.policy.min_ready.max(1);
         for candidate in &self.candidates {
             let Some(state) = self.agents.of(candidate).and_then(|(_, agent)| agent.state.as_ref()) else { continue };
             let Some(held) = state.installed.as_ref().filter(|_| !state.phase.must_not_serve()) else { continue };
-            // Not even for the very first version: some took it, and most refused it.
+            // Also not for the first version: some accepted it, and most refused it.
             if self.is_refused(held.version) || !self.exists(held) {
                 continue;
             }
-            // A source's word stands for as many replicas as it waited for.
+            // A source's report counts for as many replicas as it waited for.
             let weight = if candidate.role == Role::Source { min_ready } else { 1 };
             *installed.entry((held.version, held.manifest.as_str())).or_default() += weight;
         }
@@ -37,7 +36,7 @@ impl Membership {
         }
     }
 
-    /// Whether a replica is to be brought the version that everybody should hold.
+    /// Whether a replica must be fed the version that all should hold.
     pub(super) fn lacks(&self, state: &MemberState) -> bool {
         self.wanted().map_or_else(|| is_dirty(state), |wanted| self.does_not_serve(state, wanted))
     }
@@ -60,15 +59,15 @@ impl Membership {
             })
     }
 
-    /// Whether a member keeps the version that everybody should hold, complete and verified.
+    /// Whether a member keeps the version that all should hold, complete and verified.
     fn retains(&self, state: &MemberState) -> bool {
         let Some(wanted) = self.wanted() else { return false };
         state.keeps().any(|kept| kept.version == wanted.version && (wanted.manifest.is_empty() || kept.manifest == wanted.manifest))
     }
 
-    /// Who feeds the others: the source where it retains the version, else a rollout that does: best one that serves it too, and one whose
-    /// own engine holds half an update only when there is no other. (What it keeps is complete all the same.) Of those that are alike each has its
-    /// turn, so that one that keeps nothing does not block the others.
+    /// The feeder: the source if it retains the version, else a rollout that does. A rollout that also serves it is preferred; one whose
+    /// own engine holds half an update is the last choice (its copy is complete). Equal candidates take turns, so that one that keeps
+    /// nothing does not block the others.
     pub(super) fn choose_feeder<'a>(&self, members: impl Iterator<Item = (&'a MemberName, &'a Incarnation)>) -> Option<MemberName> {
         let (mut best, mut alike) = (0, Vec::new());
         for (name, life) in members {

@@ -1,16 +1,16 @@
-//! What status shows of membership. Holds values only; `report.rs` fills them.
+//! The view of membership for status. Holds values only; `report.rs` fills them.
 
 use crate::protocol::{
     EpochId, HeldVersion, Hindrance, Incarnation, MemberName, PodRef, PreflightReport, Reason, Returned, Role, TransportChoice, UpdateView,
     Version,
 };
 
-/// Where the group stands.
+/// State of the group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum GroupStage {
-    /// A controller that started waits for agents before it decides anything. What status says of members and of the group stays as it
-    /// is until then: no one became unready because a controller restarted. The version may rise, and is written.
+    /// A controller that started waits for agents before it decides anything. Until then status keeps its members and group: a restart of
+    /// the controller makes no replica unready. The version may rise, and is written.
     Adopting,
     /// There is no group, and none is being formed.
     Idle,
@@ -26,7 +26,7 @@ pub enum GroupStage {
     SteppedDown,
 }
 
-/// Where one member stands.
+/// State of one member.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum MemberStanding {
     /// In the committed group, its engine confirmed the current version (or there is none yet). A source: in the committed group.
@@ -37,11 +37,11 @@ pub enum MemberStanding {
     Behind,
     /// In the committed group, must be fed in full before it may serve.
     Dirty,
-    /// In the committed group, and what its engine holds is not known: it is asked, or fed, before it may serve.
+    /// In the committed group, and its engine's version is not known: it is proven or fed before it may serve.
     Unknown,
     /// Takes part in the epoch that is being formed.
     Forming,
-    /// Could take part and waits for the next epoch, or for a group to make sense.
+    /// Eligible; waits for the next epoch, or until a group is possible.
     Waiting,
     /// Cannot take part.
     Out,
@@ -55,23 +55,23 @@ pub struct MemberView {
     pub role: Role,
     /// Its pods, head first; empty for a member that the plan left out.
     pub pods: Vec<PodRef>,
-    /// The agent that speaks for it.
+    /// The agent that represents it.
     pub incarnation: Option<Incarnation>,
     /// First rank in the group (committed or being formed).
     pub rank_offset: Option<u32>,
     /// Ranks it takes.
     pub size: u32,
     pub standing: MemberStanding,
-    /// What it keeps, complete and verified (delivered), the current version first where it is among them.
+    /// The versions that it keeps complete and verified (delivered); the current one first, if it is among them.
     pub keeps: Vec<HeldVersion>,
-    /// Whether it may hold half an update, or no one knows what it holds, wherever it stands: it must not serve until it is proven or fed.
+    /// Whether it may hold half an update, or its version is unknown, in any state: it must not serve until it is proven or fed.
     pub dirty: bool,
-    /// Whether its engine computes nothing any more although its front answers, by its agent's word.
+    /// Whether its agent reports that its engine computes nothing although its HTTP front answers.
     pub wedged: bool,
-    /// What its engine confirmed (installed); none while it is dirty.
+    /// The version that its engine confirmed (installed); `None` while it is dirty.
     pub installed: Option<HeldVersion>,
     pub engine_url: Option<String>,
-    /// Until when at most its engine is paused by us, in ms since 1970.
+    /// Latest end of the pause of its engine by WeightSync, in ms since 1970.
     pub paused_until: Option<u64>,
     /// When it may join again, in ms of the clock that `step` was given.
     pub retry_at: Option<u64>,
@@ -79,7 +79,7 @@ pub struct MemberView {
     pub message: String,
 }
 
-/// Something that is not as it should be.
+/// A problem.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 #[allow(missing_docs)]
 pub struct Degradation {
@@ -117,7 +117,7 @@ impl MembershipView {
     }
 }
 
-/// Everything that status needs of membership.
+/// All of membership that status shows.
 #[derive(Debug, Clone, PartialEq)]
 #[allow(missing_docs)]
 pub struct MembershipView {
@@ -133,19 +133,19 @@ pub struct MembershipView {
     pub version: Option<HeldVersion>,
     /// The version that every rollout should hold: another one than `version` while the group goes back.
     pub wanted: Option<HeldVersion>,
-    /// What members are informed of going back, or of being held at a version.
+    /// The rollback or the held version that members receive.
     pub returned: Option<Returned>,
     /// Versions that most replicas refused by their canary, the highest last.
     pub refused: Vec<Version>,
     /// How far versions in service may be apart.
     pub max_skew: Option<Version>,
-    /// The newest version in service, where there is such a limit.
+    /// The newest version in service, if there is such a limit.
     pub newest: Option<Version>,
-    /// Who feeds members that lack it.
+    /// The feeder of members that lack it.
     pub feeder: Option<MemberName>,
     /// How bytes travel in the committed group.
     pub transport: Option<TransportChoice>,
-    /// What the pre-flight of the committed group found.
+    /// The result of the committed group's preflight.
     pub preflight: Option<Box<PreflightReport>>,
     /// The latest update of the group, as its leader sees it.
     pub update: Option<UpdateView>,
@@ -156,9 +156,9 @@ pub struct MembershipView {
     /// Rollouts that serve the current version in the committed group (any version before the first).
     pub ready: u32,
     pub min_ready: u32,
-    /// What is not as it should be, sorted.
+    /// The problems, sorted.
     pub degraded: Vec<Degradation>,
-    /// Why no group can take what a trainer publishes; none while one can.
+    /// Why no group can take a publish; none while one can.
     pub hindrance: Option<Hindrance>,
     /// Whether no reachable agent is in an epoch of this object any more: a suspended or deleted object is done with its pods.
     pub released: bool,

@@ -88,7 +88,7 @@ fn refused(refusal: PlanRefusal) -> Plan {
     Plan { refusal: Some(refusal), ..Plan::default() }
 }
 
-/// What the spec alone tells to be wrong. The resource's own rules say the same; a file of `weightsync local` has no such rules.
+/// Mistakes of the spec itself. The resource's CEL rules find the same ones; a file of `weightsync local` has no such rules.
 fn check_spec(input: &PlanInput) -> Result<(), String> {
     check_order("spec.trainer", &input.trainer.order)?;
     if input.trainer.sources == 0 {
@@ -141,7 +141,7 @@ fn check_order(field: &str, order: &Order) -> Result<(), String> {
     }
 }
 
-/// The pods of one part of the spec that consent. A pod that two parts select belongs to the first, which is reported.
+/// The opted-in pods of one part of the spec. A pod that two parts select belongs to the first, and is reported.
 fn selected<'a>(
     selector: &Selector,
     role: Role,
@@ -171,7 +171,7 @@ fn selected<'a>(
                     );
                 }
             }
-            // One selector for trainer and rollouts is fine: the label tells them apart.
+            // One selector for trainer and rollouts is fine: the role label distinguishes them.
             Some(label) if label == other => {}
             _ => leave_out(
                 LeftOutCode::NotOptedIn,
@@ -192,7 +192,7 @@ fn older_claim<'a>(input: &PlanInput, mine: impl Iterator<Item = &'a PodFacts>) 
 
 /// A candidate of the size that spec and engine agree on, or both numbers.
 fn sized(input: &PlanInput, pool: &PoolSpec, unit: PlacedUnit) -> Result<Candidate, Box<LeftOut>> {
-    // The spec was checked before, so its size is there; the largest number that cannot be meant stands for "not".
+    // The spec was checked before, so its size exists; the largest impossible number stands for "missing".
     let size = pool.parallelism.size().unwrap_or(u32::MAX);
     let endpoint = EndpointKey { pod_uid: unit.head_uid.clone(), port: unit.port };
     match input.engine_sizes.get(&endpoint) {

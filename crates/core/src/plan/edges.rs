@@ -118,7 +118,7 @@ fn arranged(source: &MemberName, rollouts: &[MemberName], edges: &impl Edges) ->
             verdict => poor.push((verdict, before, member)),
         }
     }
-    // Of several the slowest stands last; one that takes no bytes must not stand before anybody.
+    // Of several the slowest goes last; one that takes no bytes must not be before any other.
     poor.sort_by_key(|(verdict, ..)| std::cmp::Reverse(*verdict));
     let mut order: Vec<MemberName> = order.into_iter().cloned().collect();
     order.extend(poor.iter().map(|(_, _, member)| (*member).clone()));

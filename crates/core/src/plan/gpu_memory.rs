@@ -1,8 +1,8 @@
-//! How large the ring of buckets on each GPU is, what a group takes of a GPU's memory in all, and whether that is there.
+//! The size of the ring of buckets on each GPU, the GPU memory that a group needs in all, and whether it is free.
 //!
 //! Pure, and asked before anything is allocated and before an engine is paused: too little is refused with both numbers. It never takes
-//! more than half of what is free by itself, because the engine or the trainer next to it may still grow; what the user asks for is only
-//! compared with what is there.
+//! more than half of what is free by itself, because the engine or the trainer on the same GPU may still grow; what the user asks for is
+//! only compared with the free memory.
 
 use serde::{Deserialize, Serialize};
 
@@ -206,7 +206,8 @@ fn candidates(wish: RingWish, load: RingLoad) -> Vec<GpuRing> {
 }
 
 fn why(ring: &GpuRing, wish: RingWish, load: RingLoad, tightest: Option<&GpuRoom>) -> String {
-    let shape = format!("{} slots of {}, next to about {} for NCCL", ring.slots, show_bytes(ring.slot_bytes), show_bytes(NCCL_ESTIMATE));
+    let shape =
+        format!("{} slots of {}, in addition to about {} for NCCL", ring.slots, show_bytes(ring.slot_bytes), show_bytes(NCCL_ESTIMATE));
     let said = match (wish.slots.is_some(), wish.slot_bytes.is_some()) {
         (true, true) => "as the object says".to_owned(),
         (false, false) => format!("chosen for a model of {}", show_bytes(load.bytes)),

@@ -42,7 +42,7 @@ pub struct PlanInput {
     pub pools: Vec<PoolSpec>,
     /// All pods of the namespace that could be meant.
     pub pods: Vec<PodFacts>,
-    /// Ranks that engines said they have, as far as they were asked.
+    /// Ranks reported by engines, if known.
     pub engine_sizes: BTreeMap<EndpointKey, u32>,
     /// Pods that other `WeightSync`s select as well.
     pub claims: Vec<Claim>,
@@ -109,7 +109,7 @@ pub struct GroupSpec {
     pub pods: u32,
     /// Label whose value is the same on all pods of a replica.
     pub label: String,
-    /// Label that tells the head, where the engine's server and the agent are.
+    /// Label of the head, where the engine's server and the agent are.
     pub head_label: String,
     /// Its value on the head.
     pub head_value: String,
@@ -125,7 +125,7 @@ pub enum Order {
     Ordinal,
     /// By name, byte for byte.
     Name,
-    /// By the value of a label: integers by value, anything else after them byte for byte. A trainer's must be integers.
+    /// By the value of a label: integers by value, other values after them byte by byte. A trainer's must be integers.
     Label(String),
     /// As listed. The list names pods (the head, where a replica is a group), which must have stable names.
     Explicit(Vec<String>),
@@ -160,8 +160,8 @@ pub struct PodFacts {
     pub index: Option<u32>,
     /// Whether a pod made in its place would have the same name.
     pub stable_name: bool,
-    /// Why the caller wants it left out now, for a person; `None` when it is fit. The caller knows whether a missing readiness is the
-    /// pod's own fault or comes from an update in progress.
+    /// Why the caller leaves it out now, as text; `None` when it is fit. The caller knows whether a missing readiness is the pod's own
+    /// fault or comes from an update in progress.
     pub unready: Option<String>,
 }
 

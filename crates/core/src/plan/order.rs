@@ -58,7 +58,7 @@ pub(super) fn duplicates(order: &Order) -> Vec<&str> {
     count.into_iter().filter(|(_, count)| *count > 1).map(|(name, _)| name).collect()
 }
 
-/// Sorts the units of a pool. Those without a place go to `left_out`, as do listed names that no one has.
+/// Sorts the units of a pool. Those without a place go to `left_out`, and so do listed names that no pod has.
 pub(super) fn sort(pool: &str, order: &Order, units: Vec<Unit<'_>>, present: &[&PodFacts], left_out: &mut Vec<LeftOut>) -> Vec<PlacedUnit> {
     let mut placed: Vec<(Key, PlacedUnit)> = Vec::new();
     for unit in units {

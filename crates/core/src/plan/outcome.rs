@@ -29,7 +29,7 @@ impl Plan {
         self.candidates.iter().filter(|candidate| candidate.role == Role::Rollout)
     }
 
-    /// Replicas that the user would count: candidates, and those left out that are there or should be.
+    /// Replicas that the user would count: candidates, and those left out that exist or are expected.
     pub fn replicas(&self) -> usize {
         let left_out = self.left_out.iter().filter(|left_out| left_out.role == Role::Rollout && left_out.code.counts_as_replica());
         self.rollouts().count() + left_out.count()
@@ -44,7 +44,7 @@ pub struct LeftOut {
     /// The name it would have, `trainer/POD` or `POOL/POD`.
     pub who: MemberName,
     pub role: Role,
-    /// Its pods, as far as they are there.
+    /// Its existing pods.
     pub pods: Vec<PodRef>,
     pub code: LeftOutCode,
     pub message: String,
@@ -145,7 +145,7 @@ pub enum PlanRefusal {
     /// An older `WeightSync` selects one of the pods: no pod can hold the weights of two trainers.
     #[error("pod {pod} belongs to the older WeightSync {}/{}; change one of the two selectors", by.namespace, by.name)]
     PodClaimed { pod: String, by: WeightSyncRef },
-    /// There is no source, or it cannot be informed which pod it is. Rollouts may still feed each other.
+    /// There is no source, or the plan cannot determine which pod it is. Rollouts may still feed each other.
     #[error("{message}")]
     NoSource {
         /// Which pod is missing, unfit, or one of several.

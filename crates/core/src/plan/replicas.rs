@@ -93,7 +93,7 @@ fn groups<'a>(pool: &PoolSpec, spec: &GroupSpec, pods: &[&'a PodFacts], left_out
         if let Some(group) = pod.labels.get(&spec.label) {
             by_group.entry(group).or_default().push(pod);
         } else {
-            let message = format!("pod {} lacks the label {} that tells its group", pod.name, spec.label);
+            let message = format!("pod {} lacks the label {} of its group", pod.name, spec.label);
             left_out.push(pod_left_out(pool, pod, LeftOutCode::GroupLabelMissing, message));
         }
     }
@@ -103,7 +103,7 @@ fn groups<'a>(pool: &PoolSpec, spec: &GroupSpec, pods: &[&'a PodFacts], left_out
         match whole(pool, spec, group, &pods) {
             Ok((head, whole)) => {
                 units.extend(pool.ports.first().map(|port| Unit { name, head, pods: whole, port: *port }));
-                // What an earlier life of the group left behind is no part of it any more.
+                // Pods that remain from an earlier incarnation of the group are not part of it any more.
                 for pod in pods.iter().filter(|pod| !pod.is_live()) {
                     left_out.extend(unfit(pod, None).map(|(code, message)| pod_left_out(pool, pod, code, message)));
                 }

@@ -1,8 +1,8 @@
-//! Whether an agent can use a GPU, and share memory of it with the engine or trainer next to it (CUDA IPC), from what both can see.
+//! Whether an agent can use a GPU, and share its memory with the engine or trainer in the same pod (CUDA IPC), from what both can see.
 //!
 //! Pure: facts in, a verdict with the exact reason and what to change out. Without this a pair of containers falls back to a slow path in
 //! silence (vllm-project/vllm#55906), or an update ends in an error number of the driver. It never guesses: what is not known is no reason
-//! against, and what the driver says is reported as it is.
+//! against, and the driver's message is reported unchanged.
 
 use serde::{Deserialize, Serialize};
 
@@ -12,7 +12,7 @@ use crate::protocol::worker::GpuFacts;
 /// Shared memory with which NCCL and engines of several ranks get along; a pod has 64 MiB by itself.
 const ENOUGH_SHM: u64 = 512 << 20;
 
-/// What one process can see and was informed.
+/// What one process can see, and its environment.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ProcessView {
@@ -37,7 +37,7 @@ pub struct ProcessView {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum Neighbour {
-    /// Not there yet, or no one looked.
+    /// Not there yet, or not checked.
     #[default]
     Unknown,
     /// The agent started it, in its own container (`weightsync run`).
@@ -48,12 +48,12 @@ pub enum Neighbour {
     Hidden,
 }
 
-/// What is known of a container and of the process next to the agent.
+/// Facts of a container and of the other process in it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SharingFacts {
     /// Device files of GPUs (`nvidia0`, ...), without `/dev`.
     pub gpu_files: Vec<String>,
-    /// Whether `/dev/nvidiactl` is there.
+    /// Whether `/dev/nvidiactl` exists.
     pub control_file: bool,
     /// Size of `/dev/shm`; none when there is none.
     pub shm_bytes: Option<u64>,
@@ -61,7 +61,7 @@ pub struct SharingFacts {
     pub gpus: Result<Vec<GpuFacts>, String>,
     /// The agent.
     pub agent: ProcessView,
-    /// Who is next to it.
+    /// The other process.
     pub neighbour: Neighbour,
 }
 
@@ -139,7 +139,7 @@ fn missing(facts: &SharingFacts, cause: Option<&String>) -> NoSharing {
     if facts.gpu_files.is_empty() {
         let what = match agent.nvidia_visible_devices.as_deref() {
             Some(said @ ("" | "void" | "none")) => format!("NVIDIA_VISIBLE_DEVICES is \"{said}\""),
-            _ if facts.control_file => "/dev/nvidiactl is there, but no /dev/nvidia0".to_owned(),
+            _ if facts.control_file => "/dev/nvidiactl exists, but no /dev/nvidia0".to_owned(),
             _ => "no /dev/nvidia0".to_owned(),
         };
         return NoSharing::NoGpu { what };

@@ -1,7 +1,7 @@
 //! How many ranks a replica takes, from the sizes that its engine was started with.
 //!
 //! Tensor, pipeline and data parallel ranks multiply. Expert parallelism does not: experts are spread over the tensor and data ranks that
-//! are there already (vLLM: `EP = TP x DP`; SGLang: `ep_size` divides `tp_size`), so counting it again gives ranks that never come.
+//! exist already (vLLM: `EP = TP x DP`; SGLang: `ep_size` divides `tp_size`), so counting it again gives ranks that never come.
 
 use serde::{Deserialize, Serialize};
 
@@ -13,7 +13,7 @@ pub struct Parallelism {
     pub tensor: u32,
     /// Pipeline stages.
     pub pipeline: u32,
-    /// Data parallel ranks behind this one port. Engines on ports of their own are replicas of their own.
+    /// Data parallel ranks that share this port. Engines with separate ports are separate replicas.
     pub data: u32,
     /// Ranks that share the experts; does not add ranks.
     pub expert: u32,

@@ -1,4 +1,4 @@
-//! Finds the source among the trainer's pods: the first in order, or no one.
+//! Finds the source among the trainer's pods: the first in order, or none.
 //!
 //! The source is never guessed. A trainer whose first pod is away has no source until it is back: the next pod holds another rank, whose
 //! program does not publish. Several pods without an order, or several with the first index, are named and refused.
@@ -44,7 +44,7 @@ fn out(pod: &PodFacts, code: LeftOutCode, message: String) -> LeftOut {
     LeftOut { who: member_name(&pod.name), role: Role::Source, pods: vec![pod.to_ref()], code, message }
 }
 
-/// The live pods in order, the first really being the first; or why that cannot be informed.
+/// The live pods in order, if it is certain which one is first; else the cause.
 fn in_order<'a>(
     spec: &TrainerSpec,
     all: &[&'a PodFacts],
@@ -56,12 +56,12 @@ fn in_order<'a>(
     }
     match &spec.order {
         Order::Auto => match live {
-            // A retried Job leaves ended pods after; where indices exist they still tell which one is first.
+            // A retried Job leaves ended pods; if indices exist, they still show which one is first.
             _ if all.iter().all(|pod| pod.index.is_some()) => numbered(spec, &Order::Ordinal, all, live),
             [] => Err(format!("every trainer pod is ending or has ended: {}", names(all))),
             [only] => Ok(vec![only]),
             several => Err(format!(
-                "{} trainer pods and no order, so the first cannot be informed: {}; set spec.trainer.order",
+                "{} trainer pods and no order, so the first is not known: {}; set spec.trainer.order",
                 several.len(),
                 names(several)
             )),
@@ -170,7 +170,7 @@ fn explicit<'a>(
 
 type Chosen<'a> = (Vec<&'a PodFacts>, Vec<&'a PodFacts>);
 
-/// Splits the ordered pods into sources and followers; an unfit source is no one's place to take.
+/// Splits the ordered pods into sources and followers; no pod replaces an unfit source.
 fn fit_sources<'a>(spec: &TrainerSpec, mut ordered: Vec<&'a PodFacts>, left_out: &mut Vec<LeftOut>) -> Result<Chosen<'a>, String> {
     let wanted = spec.sources as usize;
     if ordered.len() < wanted {

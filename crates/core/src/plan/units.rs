@@ -1,13 +1,13 @@
-//! Sizes for people.
+//! Sizes as text.
 
 const UNITS: [(&str, u64); 4] = [("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)];
 
-/// Bytes for people, rounded up to a tenth so that a need is not understated: `1.5 GiB`.
+/// Bytes as text, rounded up to a tenth so that a need is not understated: `1.5 GiB`.
 pub fn show_bytes(bytes: u64) -> String {
     shown(bytes, u128::div_ceil)
 }
 
-/// Bytes for people, rounded down to a tenth so that what is free is not overstated.
+/// Bytes as text, rounded down to a tenth so that free memory is not overstated.
 pub fn show_free(bytes: u64) -> String {
     shown(bytes, |tenths, unit| tenths / unit)
 }

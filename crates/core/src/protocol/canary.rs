@@ -1,38 +1,39 @@
-//! What engines are asked after each switch, and when replicas that refuse a version for their answer take the whole group back.
+//! The canary: the prompt for engines after each switch, and when refusals of replicas count for the whole group.
 //!
-//! Values, and the one count that leader and controller must agree on. How an engine is asked, and how its answer is judged, is `engine`'s.
+//! Values, and the one count that leader and controller must agree on. The crate `engine` asks engines and judges their answers.
 
 use serde::{Deserialize, Serialize};
 
 use super::HeldVersion;
 
-/// A fixed prompt, and what the log-probs of the tokens that follow it must be like.
+/// A fixed prompt, and the allowed log-probs of the generated tokens.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct CanaryPolicy {
-    /// The text that the model goes on with.
+    /// The text that the model completes.
     pub prompt: String,
-    /// Tokens that it is asked for; the likeliest one is taken each time.
+    /// Tokens to generate, with greedy decoding.
     pub max_tokens: u32,
-    /// Least log-prob of each of them, in thousandths: two of these messages are compared, which numbers with a fraction forbid.
+    /// Lowest log-prob of each token, in thousandths: integers, because these messages are compared for equality.
     pub least_log_prob_milli: i32,
-    /// Greatest log-prob of each of them, in thousandths.
+    /// Highest log-prob of each token, in thousandths.
     pub greatest_log_prob_milli: i32,
 }
 
-/// A version that a replica's engine loaded well and that its canary refused.
+/// A version that a replica's engine loaded correctly and that its canary refused.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct RefusedVersion {
     /// Which version.
     pub held: HeldVersion,
-    /// What was measured, for a person.
+    /// The measurement, as text.
     pub measured: String,
 }
 
-/// Whether a version is refused for all: more replicas refused it than took it, and those that have not judged yet could not change that.
+/// Whether a version is refused for all: more replicas refused it than accepted it, and the undecided ones cannot change that.
 ///
-/// Counted over replicas that judge, not over all: after `maxUnavailable` a bad version reaches few, and those few are enough to turn it back.
+/// Counted over the replicas that judged, not over all: with `maxUnavailable` a bad version reaches few replicas, and these are enough to
+/// refuse it.
 pub fn is_refused_by_most(refused: usize, taken: usize, undecided: usize) -> bool {
     refused > taken.saturating_add(undecided)
 }

@@ -1,14 +1,14 @@
-//! Messages between a trainer's client and the source agent next to it: one JSON object a line over an abstract unix stream
-//! socket (`\0weightsync/POD_UID`), with the ring's memfd passed once by SCM_RIGHTS next to [`ClientReply::Ring`], or the handle of a ring in
-//! GPU memory in it ([`GpuRing`]).
+//! Messages between a trainer's client and the source agent in its pod: one JSON object a line over an abstract unix stream socket
+//! (`\0weightsync/POD_UID`). The ring's memfd is passed once by SCM_RIGHTS with [`ClientReply::Ring`]; for a ring in GPU memory, the reply
+//! contains its handle ([`GpuRing`]).
 //!
-//! The client writes the stream of the layout into the ring, a bucket a slot, and says so; the agent says when a slot is free again.
-//! Order of a publish: `publish` -> `accepted` -> `ring` -> (`filled` / `free`)* -> `end` -> `released` -> `done` or `error`. `again` may
-//! come after `ring` until `released`: the attempt failed, nothing was retained, and the client is to write the stream from its first
-//! byte once more. `filled` and `end` carry the attempt, so what was under way when `again` was sent is not taken for the new attempt.
+//! The client writes the stream of the layout into the ring, one bucket in each slot, and reports each; the agent reports free slots. Order
+//! of a publish: `publish` -> `accepted` -> `ring` -> (`filled` / `free`)* -> `end` -> `released` -> `done` or `error`. `again` may come
+//! after `ring` until `released`: the attempt failed, nothing was retained, and the client must write the stream again from its first byte.
+//! `filled` and `end` carry the attempt, so messages that were in flight when `again` was sent do not count for the new attempt.
 //!
-//! While a publish runs, a line leaves the agent at least once a second (`alive` when nothing else does): a client that hears nothing
-//! for ten seconds knows that its agent is lost. A second publish on a connection whose publish runs is refused: use a second connection.
+//! While a publish runs, the agent sends a line at least once a second (`alive` if nothing else): a client that receives nothing for ten
+//! seconds treats its agent as lost. A second publish on a connection whose publish runs is refused: use a second connection.
 
 use serde::{Deserialize, Serialize};
 
@@ -18,7 +18,7 @@ use crate::weights::{Layout, TensorSpec};
 /// Number of this protocol; a client of another number is refused with both numbers.
 pub const CLIENT_PROTOCOL: u32 = 1;
 
-/// What a client says.
+/// Requests of a client.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "op", rename_all = "camelCase", rename_all_fields = "camelCase")]
 #[allow(missing_docs)]
@@ -39,9 +39,9 @@ pub enum ClientRequest {
         activation: Activation,
         /// Whether the client can write the stream again after a failed attempt.
         repeatable: bool,
-        /// The whole publish ends after this long, in ms.
+        /// Longest time of the whole publish, in ms.
         timeout_ms: u64,
-        /// The GPUs of its tensors, where they lie on some.
+        /// The GPUs of its tensors, if any.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         gpu: Option<GpuOffer>,
     },
@@ -60,7 +60,7 @@ pub enum ClientRequest {
         /// Sequence of the bucket; each attempt counts from 0 without a gap.
         sequence: u32,
         slot: u32,
-        /// Whether its bytes are there when the slot's event fires. False: they are there now.
+        /// Whether its bytes are complete when the slot's event fires. False: they are complete now.
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         event: bool,
     },
@@ -68,15 +68,15 @@ pub enum ClientRequest {
     Opened {
         /// [`GpuRing::ring`].
         ring: u64,
-        /// For each slot the 64 bytes of the `CUipcEventHandle` (base64) that is recorded after each filling of it; none when events
-        /// cannot be shared: the trainer then waits for its copies itself.
+        /// For each slot the 64 bytes of the `CUipcEventHandle` (base64) that is recorded after each filling of it; empty if events cannot
+        /// be shared: the trainer then waits for its copies itself.
         events: Vec<String>,
     },
     Unopened {
         ring: u64,
         reason: String,
     },
-    /// The ring in GPU memory is not open here any more; nothing is under way to it. Said by itself before a connection is closed, too.
+    /// The client closed the ring in GPU memory; no copies to it are in flight. Also sent before a connection is closed.
     Closed {
         ring: u64,
     },
@@ -91,30 +91,30 @@ pub enum ClientRequest {
     Cancel {
         reason: String,
     },
-    /// Asks for the roster; with `watch`, for every change too.
+    /// Requests the roster; with `watch`, every change too.
     Roster {
         watch: bool,
     },
-    /// Asks for every epoch from now on, the present one first (`delivery: External`).
+    /// Subscribes to epochs, the present one first (`delivery: External`).
     WatchEpochs,
-    /// Begins a version that the trainer's own data plane brings to the replicas of an epoch.
+    /// Begins a version that the trainer's own data plane delivers to the replicas of an epoch.
     External {
-        /// The epoch, as it was informed on this connection.
+        /// The epoch, as received on this connection.
         epoch: u64,
-        /// Number of the version: higher than the current one, or the current one once more for replicas that lack it.
+        /// Number of the version: higher than the current one, or the current one again for replicas that lack it.
         version: Version,
-        /// What identifies its weights, where the trainer has something: the same number with another one is refused.
+        /// Identifies its weights, if the trainer gives it: the same number with another digest is refused.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         digest: Option<String>,
-        /// What engines will report as their weight version, where the data plane writes one.
+        /// The weight version that engines will report, if the data plane writes one.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         engine_version: Option<String>,
         timeout_ms: u64,
     },
     Report(ReplicaReport),
-    /// All that will be reported was; who was not reported failed.
+    /// All reports were sent; a replica without a report failed.
     Conclude,
-    /// The trainer's group of that epoch does not work: another epoch is wanted.
+    /// The trainer's group of that epoch does not work: request another epoch.
     Broken {
         epoch: u64,
         reason: String,
@@ -125,7 +125,7 @@ pub enum ClientRequest {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum QueuePolicy {
-    /// Waits its turn.
+    /// Waits in the queue.
     #[default]
     Wait,
     /// Replaces one that waits; the running one ends first.
@@ -139,11 +139,11 @@ pub enum Activation {
     /// As soon as it is delivered.
     #[default]
     Auto,
-    /// When the trainer says so.
+    /// When the trainer requests it.
     Manual,
 }
 
-/// What the agent answers.
+/// Replies of the agent.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "camelCase", rename_all_fields = "camelCase")]
 #[allow(missing_docs)]
@@ -155,13 +155,13 @@ pub enum ClientReply {
         /// Last version published through this agent, if any.
         version: Option<Version>,
     },
-    /// The publish stands in line (a checkpoint: is being opened). The ring may be announced before this is said.
+    /// The publish is queued (a checkpoint: is being opened). The ring may be announced before this reply.
     Accepted {
         version: Version,
     },
-    /// Nothing new; proves that the agent lives.
+    /// No change; proves that the agent runs.
     Alive,
-    /// The publish has its turn and the ring is ready, all slots free.
+    /// The publish starts, and the ring is ready with all slots free.
     Ring {
         /// True when a memfd comes with this line; false when the one of the last publish on this connection is used again.
         memfd: bool,
@@ -176,7 +176,7 @@ pub enum ClientReply {
         cuts: Vec<u64>,
         #[serde(default, skip_serializing_if = "Option::is_none")]
         gpu: Option<GpuRing>,
-        /// Why the ring lies in host memory, though the trainer has tensors on GPUs.
+        /// Why the ring is in host memory although the trainer has tensors on GPUs.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         host_because: Option<String>,
     },
@@ -184,10 +184,10 @@ pub enum ClientReply {
     Ready {
         /// [`GpuRing::ring`].
         ring: u64,
-        /// Whether `filled` may name the slot's event. False: the trainer waits for its copies before it says `filled`.
+        /// Whether `filled` may name the slot's event. False: the trainer waits for its copies before it sends `filled`.
         events: bool,
     },
-    /// The ring in GPU memory is given up: to be closed, and answered by `closed`. Freed here only then.
+    /// The agent gives up the ring in GPU memory: the client must close it and reply `closed`. Only then the agent frees it.
     Close {
         ring: u64,
     },
@@ -195,7 +195,7 @@ pub enum ClientReply {
     Free {
         slot: u32,
     },
-    /// Write the stream once more, from the first bucket.
+    /// Write the stream again from the first bucket.
     Again {
         /// Attempt, from 2.
         attempt: u32,
@@ -205,10 +205,10 @@ pub enum ClientReply {
     Released {
         version: Version,
     },
-    /// How far the update is; at most ten a second.
+    /// Progress of the update; at most ten a second.
     Progress {
         version: Version,
-        /// Attempt, from 1; 0 where the agent does not say.
+        /// Attempt, from 1; 0 if the agent does not report it.
         #[serde(default)]
         attempt: u32,
         phase: UpdatePhase,
@@ -216,7 +216,7 @@ pub enum ClientReply {
         bytes: u64,
         total_bytes: u64,
     },
-    /// Delivered everywhere it will be; waits for `activate`.
+    /// Delivered to all members of the attempt; waits for `activate`.
     Staged {
         version: Version,
     },
@@ -231,11 +231,11 @@ pub enum ClientReply {
     Roster {
         roster: RosterView,
     },
-    /// An epoch was committed; the bound socket of its rendezvous comes next to this line.
+    /// An epoch was committed; the bound socket of its rendezvous is passed with this line.
     Epoch {
         topology: Topology,
     },
-    /// The epoch is over or of no use any more: whatever the trainer runs in it is to be aborted.
+    /// The epoch ended or is of no use any more: abort everything that runs in it.
     Fenced {
         epoch: u64,
         reason: String,
@@ -274,7 +274,7 @@ pub struct PublishResult {
 #[allow(missing_docs)]
 pub struct PublishError {
     pub code: PublishErrorCode,
-    /// What failed, for a person, with the next step.
+    /// What failed, as text, with the next step.
     pub message: String,
     /// Whether the same call may succeed later.
     pub retryable: bool,
@@ -293,27 +293,27 @@ pub enum PublishErrorCode {
     VersionNotHigher,
     /// A failed number was used again with another manifest.
     ManifestChanged,
-    /// The canary refused it (`spec.canary`): what engines answer with these weights is not what the object expects.
+    /// The canary refused it (`spec.canary`): answers of engines with these weights are outside the range.
     VersionRefused,
     /// `spec.targetVersion` holds the group at a version: nothing is published until it is cleared.
     VersionPinned,
     Timeout,
-    /// Engines were asked to switch, as many as make the version count, and what came of it was not heard: it may be the current one. The same
-    /// number with the same weights may be published again, or a higher one; the roster says what replicas serve.
+    /// The order to switch was sent to enough engines for the version to count, and their results did not arrive: it may be the current
+    /// one. The same number with the same weights may be published again, or a higher one; the roster shows what replicas serve.
     OutcomeUnknown,
     /// Another publish replaced it (`queue: latest`).
     Superseded,
-    /// The client gave it up or went away.
+    /// The client cancelled it or disconnected.
     Cancelled,
     Invalid,
-    /// This process may not speak to this agent, or not in this protocol.
+    /// This process may not use this agent, or uses another protocol.
     NotAllowed,
     BadCheckpoint,
     /// Too little memory.
     OutOfSpace,
-    /// The epoch that a trainer with its own data plane named is over.
+    /// The epoch in a request of a trainer with its own data plane has ended.
     Fenced,
-    /// No agent listens, or it went away in the middle. Said by a client, never by an agent.
+    /// No agent listens, or it disappeared during the request. Made by a client, never by an agent.
     AgentLost,
     Internal,
 }

@@ -1,5 +1,5 @@
-//! Which builds of the program work together. Decides by the protocols that two builds speak whether they have one in common; never what follows
-//! for a group.
+//! Which builds of the program work together. Decides whether two builds have a protocol in common; it does not decide the consequences for
+//! a group.
 //!
 //! A message may gain a field that its reader may miss: that changes nothing here. Whatever an older build would misread (a field or variant that
 //! it must know, another meaning of one that it knows) needs a new number, and for as long as this build reads both, [`OLDEST`] stays.
@@ -26,13 +26,13 @@ impl Protocols {
     /// Those of this build.
     pub const OURS: Self = Self { oldest: OLDEST, newest: NEWEST };
 
-    /// Those of a build that does not say: the first ones did not.
+    /// Those of a build that does not report them, as the first ones did not.
     #[must_use]
     pub fn unsaid() -> Self {
         Self { oldest: 1, newest: 1 }
     }
 
-    /// Why an agent of the build `program` that speaks these cannot work with this build, with what would help; none when it can.
+    /// Why an agent of the build `program` with these protocols cannot work with this build, and what would help; `None` if it can.
     #[must_use]
     pub fn lacks_ours(self, program: &str) -> Option<String> {
         self.lacks(Self::OURS, program)
@@ -45,7 +45,7 @@ impl Protocols {
         let next = if self.oldest > ours.newest {
             "upgrade the controller first"
         } else {
-            "make the pod again, with the agent of this controller's release"
+            "recreate the pod, with the agent of this controller's release"
         };
         let own = env!("CARGO_PKG_VERSION");
         Some(format!("its agent ({program}) speaks protocol {self}, this controller ({own}) speaks {ours}: {next}"))

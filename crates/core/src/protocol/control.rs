@@ -1,8 +1,8 @@
 //! Messages between the coordinator (in the controller, or `weightsync local`) and an agent, over mutual TLS.
 //!
-//! `POST /v1/epoch/prepare`, `/v1/epoch/commit`, `/v1/epoch/fence`, `/v1/release`; `GET /v1/state`; `GET /v1/events`
-//! (one JSON object a line: first a [`AgentEvent::Snapshot`], then changes, and a [`AgentEvent::Heartbeat`] each second, so that a reader
-//! tells a dead agent (connection closed) from a silent one (no line)). The snapshot makes every fact readable later: nothing is only pushed.
+//! `POST /v1/epoch/prepare`, `/v1/epoch/commit`, `/v1/epoch/fence`, `/v1/release`; `GET /v1/state`; `GET /v1/events` (one JSON object a
+//! line: first a [`AgentEvent::Snapshot`], then changes, and a [`AgentEvent::Heartbeat`] each second, so that a reader can distinguish a
+//! dead agent (connection closed) from a silent one (no line)). The snapshot repeats every fact: nothing is only pushed once.
 
 use serde::{Deserialize, Serialize};
 
@@ -26,20 +26,20 @@ pub struct PrepareRequest {
     pub id: EpochId,
     /// Name of the receiver in the roster.
     pub member: MemberName,
-    /// Who must be there, by `member`'s roster entry: an agent of another incarnation refuses.
+    /// The expected incarnation of `member`: an agent of another one refuses.
     pub roster: Roster,
     /// Rules of updates.
     pub policy: UpdatePolicy,
-    /// Why there is a new epoch, for a person: whose loss ended the one before. A prepare may be the first that a member hears of it, and
-    /// anyone who waits in the old epoch wants to know more than that a new one came. Empty from a controller that does not say it.
+    /// Why there is a new epoch, as text. The prepare may be the first message about it, and clients that wait in the old epoch need the
+    /// cause. Empty from a controller that does not send it.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub why: String,
-    /// Answer within this long.
+    /// Deadline for the response, in ms.
     pub deadline_ms: u64,
 }
 
 impl PrepareRequest {
-    /// Why the epoch before this one is over, for a person.
+    /// Why the previous epoch ended, as text.
     pub fn ends_others_because(&self) -> String {
         let place = format!("epoch {} takes its place", self.id.epoch);
         if self.why.is_empty() { place } else { format!("{place}: {}", self.why) }
@@ -67,7 +67,7 @@ pub struct PrepareResponse {
 pub struct MemberAddress {
     /// Which member.
     pub member: MemberName,
-    /// Its life; certificates name its pod.
+    /// Its incarnation; certificates name its pod.
     pub incarnation: Incarnation,
     /// Control server (`IP:PORT`).
     pub control: String,
@@ -80,9 +80,9 @@ pub struct MemberAddress {
 
 /// Second phase: members learn each other's addresses, connect, and move one element over the real transport.
 ///
-/// It is sent in waves, each after the one before answered: rollouts, then the feeder where that is a rollout, then the source. So anyone who
-/// leads has its commit last and finds every other member committed; it is the one that proves the chain with a probe, and a rollout
-/// must not wait for the probe before it answers.
+/// It is sent in waves, each after the responses to the previous one: rollouts, then the feeder if it is a rollout, then the source. So the
+/// leader commits last and finds every other member committed. The leader proves the chain with a probe, and a rollout must not wait for
+/// the probe before it responds.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct CommitRequest {
@@ -90,8 +90,8 @@ pub struct CommitRequest {
     pub id: EpochId,
     /// All members.
     pub addresses: Vec<MemberAddress>,
-    /// The version that every rollout should hold: the last one that reached `minReady`; none before the first. The feeder brings exactly
-    /// this one to members that lack it, and they are not ready until it did; a source refuses to publish a number that is not higher.
+    /// The version that every rollout should hold: the last one that reached `minReady`; none before the first. The feeder delivers exactly
+    /// this one to members that lack it, and they are not ready before; a source refuses to publish a number that is not higher.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub current: Option<HeldVersion>,
     /// Set when `current` is not the highest version that the group ever held, or is held by the spec: see [`Returned`].
@@ -100,7 +100,7 @@ pub struct CommitRequest {
     /// Versions that the group refused by its canary, the highest last: their numbers are never published again.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub refused: Vec<Version>,
-    /// Who feeds members that lack the current version: the source, or a rollout that holds it. None: no one retains it.
+    /// The feeder of members that lack the current version: the source, or a rollout that holds it. `None`: no member retains it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub feeder: Option<MemberName>,
     /// How bytes travel.
@@ -108,14 +108,14 @@ pub struct CommitRequest {
     pub transport: TransportChoice,
     /// Random bytes (base64) that data connections of this epoch must show. Secret.
     pub secret: String,
-    /// Answer within this long.
+    /// Deadline for the response, in ms.
     pub deadline_ms: u64,
 }
 
 /// A group that went back to an earlier version, goes back to it, or is held at one.
 ///
-/// Anyone who serves a version above `to` and up to `from` is brought `to`; a number up to `from` is never published again, because other
-/// weights had it.
+/// A replica with a version above `to` and up to `from` is fed `to`; a number up to `from` is never published again, because it named other
+/// weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Returned {
@@ -134,7 +134,7 @@ impl Returned {
     }
 }
 
-/// Ends an epoch: the receiver aborts all that carries it or an older one, and refuses it from now on.
+/// Ends an epoch: the receiver aborts everything of it or of an older one, and refuses it from now on.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct FenceRequest {
@@ -144,23 +144,23 @@ pub struct FenceRequest {
     pub reason: String,
 }
 
-/// Asks a member to leave: it resumes its engine if that is safe, turns ready, and forgets its group (`POST /v1/release`).
+/// Requests that a member leaves: it resumes its engine if that is safe, becomes ready, and forgets its group (`POST /v1/release`).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ReleaseRequest {
-    /// The newest identity that is over.
+    /// The newest identity that ended.
     pub id: EpochId,
     /// Why, for logs.
     pub reason: String,
 }
 
-/// Answer of an agent that does not do what it was asked (HTTP 409 or 422).
+/// Response of an agent that refuses a request (HTTP 409 or 422).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Refusal {
-    /// Why, as a closed word.
+    /// The cause as a code.
     pub code: RefusalCode,
-    /// Why, for a person, with the next step where there is one.
+    /// The cause as text, with the next step if there is one.
     pub message: String,
 }
 
@@ -170,15 +170,15 @@ pub struct Refusal {
 pub enum RefusalCode {
     /// The message carries a fenced or older epoch.
     StaleEpoch,
-    /// The message names another pod or another life of it.
+    /// The message is for another pod or another incarnation of it.
     WrongIncarnation,
     /// The agent is in no group, or not in the phase that the message needs.
     WrongPhase,
-    /// The engine cannot be reached or says no.
+    /// The engine cannot be reached or refuses.
     EngineRefused,
-    /// The engine cannot do what the object asks of it, whenever it is asked.
+    /// The engine does not support what the object requires.
     Unsupported,
-    /// The engine cannot be asked what the object's canary asks.
+    /// The engine cannot answer the object's canary.
     CanaryUnavailable,
     SizeMismatch,
     /// Too little memory or disk.
@@ -187,7 +187,7 @@ pub enum RefusalCode {
     VersionNotHigher,
     Timeout,
     PeerUnreachable,
-    /// The sender's certificate does not allow what it asks: none, or one of another object.
+    /// The sender's certificate does not allow the request: none, or one of another object.
     Forbidden,
     Invalid,
     Internal,
@@ -215,19 +215,19 @@ pub struct EngineFacts {
     pub size: u32,
     /// URL of the server.
     pub url: String,
-    /// Way in which weights are handed over, e.g. `reload_weights from a directory`.
+    /// Route of the weights into the engine, e.g. `reload_weights from a directory`.
     pub delivery: String,
-    /// How an answer can be informed its version: `token`, `request` or `none`.
+    /// How an answer reports its version: `token`, `request` or `none`.
     pub answer_version: String,
-    /// Why versions cannot be compared with the checkpoint that it was started with; none where they are.
+    /// Why versions cannot be compared with its start-up checkpoint; `None` if they are.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unchecked: Option<String>,
-    /// What it says about joining a group by itself; none before an object asked for that.
+    /// Its ability to join a group by itself; `None` before an object required that.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub groups: Option<GroupFacts>,
 }
 
-/// Where a member stands.
+/// Phase of a member.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum MemberPhase {
     /// In no group.
@@ -240,10 +240,10 @@ pub enum MemberPhase {
     Updating,
     /// An install began and did not end well: must be fed in full, never serves.
     Dirty,
-    /// The last change of the engine ended without proof: what the engine holds, or whether it runs, is not known. It does not serve before it
-    /// is proven or fed.
+    /// The last change of the engine ended without proof: its version, or whether it runs, is not known. It does not serve before it is
+    /// proven or fed.
     Unknown,
-    /// The engine next to it does not answer.
+    /// Its engine does not respond.
     EngineDown,
 }
 
@@ -254,7 +254,7 @@ impl MemberPhase {
     }
 }
 
-/// Everything an agent knows of itself; the answer of `GET /v1/state` and the first event of each stream.
+/// The full state of an agent; the response of `GET /v1/state` and the first event of each stream.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 #[allow(missing_docs)]
@@ -280,45 +280,45 @@ pub struct MemberState {
     /// Earlier versions that are kept complete and verified as well, the last used first.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub earlier: Vec<HeldVersion>,
-    /// What its epoch says about going back; a controller that takes a running group over learns from it what the group knows.
+    /// The rollback of its epoch; a controller that takes over a running group reads it from here.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub returned: Option<Returned>,
     /// Confirmed by the engine's present start (installed); for a source, the last version that reached `minReady`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub installed: Option<HeldVersion>,
-    /// Versions that its canary refused since it last took one as high, the highest last.
+    /// Versions that its canary refused since it last accepted one as high, the highest last.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub refused: Vec<RefusedVersion>,
-    /// What sources signed about the versions above. A claim about a version counts for others only where such a statement is known.
+    /// Statements of sources about the versions above. A claim about a version counts for others only with such a statement.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub statements: Vec<Statement>,
-    /// The engine, where one is next to it and answers.
+    /// Its engine, if it has one that responds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub engine: Option<EngineFacts>,
-    /// So often this life of the agent saw another start of the engine take the place of a known one.
+    /// Restarts of the engine that this incarnation of the agent detected.
     #[serde(default)]
     pub engine_restarts: u32,
     /// Whether the engine passed its probes (source: true).
     pub healthy: bool,
-    /// Whether the engine's front answers while the engine computes nothing: it does not come back by itself.
+    /// Whether the engine's HTTP front answers while the engine computes nothing: it does not recover by itself.
     #[serde(default)]
     pub wedged: bool,
-    /// Whether the engine is paused by us, and until when at most, in ms since 1970.
+    /// Latest end of the engine's pause by WeightSync, in ms since 1970; `None` if it is not paused.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub paused_until: Option<u64>,
     /// When its engine answered requests while a version was loaded, the oldest first; the last few.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub mixed: Vec<MixedWindow>,
-    /// What the pre-flight of its epoch found, where it leads that.
+    /// The preflight result of its epoch, if it is the leader.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub preflight: Option<Box<PreflightReport>>,
-    /// Why it is dirty, unknown, unhealthy or idle, for a person.
+    /// Why it is dirty, unknown, unhealthy or idle, as text.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
 }
 
 impl MemberState {
-    /// Everything that it keeps complete and verified.
+    /// All versions that it keeps complete and verified.
     pub fn keeps(&self) -> impl Iterator<Item = &HeldVersion> {
         self.retained.iter().chain(&self.earlier)
     }
@@ -331,9 +331,9 @@ impl MemberState {
 pub enum AgentEvent {
     /// All facts; first line, and again whenever any of them changes.
     Snapshot { state: Box<MemberState> },
-    /// Nothing new; proves life. Each second.
+    /// No change; proves that the agent runs. Each second.
     Heartbeat,
-    /// A source's view of an update, from begin to end.
+    /// A leader's view of an update, from begin to end.
     Update { update: UpdateView },
     /// The sender cannot reach or lost a peer of its epoch.
     PeerLost { id: EpochId, peer: MemberName, cause: String },

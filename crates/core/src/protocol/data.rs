@@ -1,4 +1,4 @@
-//! What travels on the data path: a hello, buckets with their heads, and why a stream ended early.
+//! Messages of the data path: a hello, buckets with their heads, and why a stream ended early.
 //!
 //! The hello carries the rest of the chain (source routing), so a member forwards without knowing the leader's choice, and an
 //! attempt that leaves a member out needs no other message. Integers on the wire are little-endian.
@@ -19,9 +19,9 @@ pub const MAX_HELLO_BYTES: u32 = 1 << 20;
 pub struct DataHello {
     /// The attempt whose buckets follow; for a probe, version 0 and attempt 0 of the epoch.
     pub update: UpdateId,
-    /// Who sends: the leader, or the member before the receiver in the chain. Named when the stream breaks on its side.
+    /// The sender: the leader, or the member before the receiver in the chain. Named when the stream breaks on its side.
     pub from: MemberName,
-    /// Who the sender thinks it talks to; another member refuses.
+    /// The intended receiver; another member refuses.
     pub to: MemberName,
     /// The epoch's secret (base64). Secret.
     pub secret: String,
@@ -29,14 +29,14 @@ pub struct DataHello {
     pub rest: Vec<(MemberName, String)>,
     /// Whether every connection of the chain uses TLS; a connection that differs from its hello is refused.
     pub tls: bool,
-    /// Any wait with no sign of life from the other side ends after this long, in ms. Bytes and alive frames are signs of life.
+    /// Longest wait without a sign of life from the other side, in ms. Bytes and alive frames are signs of life.
     pub silence_ms: u64,
     /// True for the one-element operation of the commit phase.
     pub probe: bool,
     /// True for a stream that measures the edge: its store keeps nothing.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub preflight: bool,
-    /// Where payloads come from when they travel between GPUs; none when they travel in the connections.
+    /// How payloads travel between GPUs; `None` if they travel in the connections.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub carried: Option<CarriedBy>,
 }
@@ -53,12 +53,12 @@ pub struct CarriedBy {
     /// Whether the payloads lie in memory that the leader lent to the receiver ([`super::LendRequest`]), which has no rank.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub lent: bool,
-    /// What the receiver needs to read the payloads from the sender's memory, where every member reads them from the one before it.
+    /// What the receiver needs to read the payloads from the sender's memory, if every member reads from the previous one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fabric: Option<OfferedSlots>,
 }
 
-/// Why a stream ended early, as members tell each other along the chain in both directions; `peer` is the member at fault.
+/// Why a stream ended early, as members report it along the chain in both directions; `peer` is the member at fault.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "camelCase", rename_all_fields = "camelCase")]
 #[allow(missing_docs)]
@@ -67,7 +67,7 @@ pub enum StreamFailure {
         peer: MemberName,
         cause: String,
     },
-    /// It said no: when it was asked in, or when its store could not take a part.
+    /// It refused: at the hello, or because its store could not take a part.
     Refused {
         peer: MemberName,
         refusal: Refusal,
@@ -77,17 +77,17 @@ pub enum StreamFailure {
         peer: MemberName,
         cause: String,
     },
-    /// It gave no sign of life.
+    /// It sent no sign of life.
     Silent {
         peer: MemberName,
         silence_ms: u64,
     },
-    /// What it received does not hash to what the leader said.
+    /// The digest of what it received differs from the leader's.
     Corrupt {
         peer: MemberName,
         sequence: u32,
     },
-    /// The communicator between the GPUs failed, and no one can be asked to be at fault.
+    /// The communicator between the GPUs failed, and no member is known to be at fault.
     Communicator {
         cause: String,
     },
@@ -127,7 +127,7 @@ impl BucketHeader {
         wire
     }
 
-    /// Reads a header; says nothing about whether its numbers make sense.
+    /// Reads a header; does not check its numbers.
     pub fn decode(wire: &[u8; Self::LENGTH]) -> Self {
         Self {
             sequence: u32::from_le_bytes(field(wire, 0)),

@@ -1,7 +1,7 @@
-//! Groups that the engines themselves join (`delivery: Engine`): what a server says about joining, how a group is made up, and the messages
-//! by which the source's agent has the agents next to the engines speak to them.
+//! Groups that the engines themselves join (`delivery: Engine`): a server's ability to join, the composition of a group, and the messages
+//! from the source's agent to the engines' agents.
 //!
-//! Values only. The source's GPU worker is rank 0 and sends; rollout agents move no byte of weights, they only speak HTTP to their engine.
+//! Values only. The source's GPU worker is rank 0 and sends; rollout agents move no weights; they only send HTTP requests to their engine.
 
 use serde::{Deserialize, Serialize};
 
@@ -17,7 +17,7 @@ pub enum Rendezvous {
     UniqueId,
 }
 
-/// What an adapter found out about joining with its server. Asked of the server, never concluded from its name.
+/// Whether a server can join a group, as its adapter found out by requests, never from its name.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct GroupFacts {
@@ -85,7 +85,7 @@ impl EngineGroups {
     }
 }
 
-/// Where a group is joined. Secret: anyone who has it can join.
+/// Where a group is joined. Secret: any process that has it can join.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "by", rename_all = "camelCase", rename_all_fields = "camelCase")]
 #[allow(missing_docs)]
@@ -101,8 +101,9 @@ pub enum GroupPlace {
     },
 }
 
-/// Has an agent bring its engine into a group of a committing epoch (`POST /v1/epoch/engine-join`, over mutual TLS, from the agent that proves
-/// the epoch). Groups that the engine was in before are cleared first. Answered by [`EngineJoinResponse`] when the engine said that it joined.
+/// Has an agent bring its engine into a group of a committing epoch (`POST /v1/epoch/engine-join`, over mutual TLS, from the agent that
+/// proves the epoch). Groups that the engine was in before are cleared first. The response is [`EngineJoinResponse`] when the engine
+/// confirmed that it joined.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 #[allow(missing_docs)]
@@ -149,7 +150,7 @@ pub enum Receive {
     Bucket(u32),
 }
 
-/// The engine said that it did.
+/// The engine confirmed it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ReceiveResponse {

@@ -1,9 +1,9 @@
 //! Messages of `delivery: External`: the user's own data plane moves the bytes; epochs, ranks, deadlines, gating and proof are ours.
 //!
-//! Between trainer and agent, on the trainer's socket: `watchEpochs` -> (`epoch` / `fenced`)*, and in an epoch for each version `external` ->
-//! `open` -> `report`* -> `conclude` -> `done` or `error`. After `error` the epoch is of no use any more: `fenced` follows, and then the next
-//! `epoch`. `broken` gives an epoch up without a version. A bound, listening socket comes by SCM_RIGHTS next to each `epoch`: the trainer's
-//! rendezvous takes that very socket, so no one can take the port between the word and the use (F21).
+//! Between trainer and agent, on the trainer's socket: `watchEpochs` -> (`epoch` / `fenced`)*, and in an epoch for each version `external`
+//! -> `open` -> `report`* -> `conclude` -> `done` or `error`. After `error` the epoch is of no use any more: `fenced` follows, and then the
+//! next `epoch`. `broken` gives an epoch up without a version. A bound, listening socket is passed by SCM_RIGHTS with each `epoch`. The
+//! trainer's rendezvous uses that socket, so no other process can take the port in between (F21).
 //!
 //! Between leader and rollout agents, over mutual TLS: `POST /v1/update/external/begin | end`; the rest as for any update
 //! (`status`, `abort`).
@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{EpochId, HeldVersion, MemberName, Statement, UpdateId, Version};
 
-/// A committed epoch, as a trainer that drives its own data plane is informed of it.
+/// A committed epoch, as a trainer with its own data plane receives it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Topology {
@@ -24,7 +24,7 @@ pub struct Topology {
     pub world_size: u32,
     /// Address of the trainer's pod: where the rendezvous listens.
     pub address: String,
-    /// Port of the socket that comes next to this message.
+    /// Port of the socket that is passed with this message.
     pub port: u16,
     /// An update, or the forming of the trainer's group, may take this long, in ms.
     pub timeout_ms: u64,
@@ -61,7 +61,7 @@ pub struct ReplicaReport {
     pub replica: MemberName,
     /// Whether the data plane finished there.
     pub ok: bool,
-    /// Why not, for a person.
+    /// Why not, as text.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub reason: String,
 }
@@ -97,18 +97,18 @@ pub struct ExternalEnd {
 pub enum ExternalOutcome {
     /// The data plane finished: the agent proves now what can be proven, and only then is it installed.
     Delivered {
-        /// What the engine must report as its weight version, where the trainer said so.
+        /// The weight version that the engine must report, if the trainer gave one.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         engine_version: Option<String>,
     },
     /// It failed, and may have left half an update.
     Failed {
-        /// Why, for a person.
+        /// The cause as text.
         reason: String,
     },
     /// It never began: no byte was moved.
     Untouched {
-        /// Why, for a person.
+        /// The cause as text.
         reason: String,
     },
 }

@@ -50,7 +50,8 @@ pub struct FabricPlan {
 }
 
 impl FabricPlan {
-    /// Slots in host memory, as asked for; what is 0 is chosen. Several slots let a read, a hash and the next member's read go on at once.
+    /// Slots in host memory, as requested; 0 is replaced by a default. Several slots let a read, a hash and the next member's read run at
+    /// once.
     pub fn of(slots: u32, slot_bytes: u64) -> Self {
         let slot_bytes = if slot_bytes == 0 { 16 << 20 } else { slot_bytes };
         Self { slots: if slots == 0 { 4 } else { slots }, slot_bytes, on_gpus: false }
@@ -77,7 +78,7 @@ pub struct FabricReport {
     /// Whether its slots can lie in memory of its GPUs.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub gpu: bool,
-    /// Why a group cannot use it, for a person. Empty when it can.
+    /// Why a group cannot use it, as text. Empty when it can.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub reason: String,
 }

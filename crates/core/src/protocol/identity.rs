@@ -55,8 +55,8 @@ pub struct Assignment {
     /// serve before the first version.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub current: Option<HeldVersion>,
-    /// Set once at least `minReady` replicas serve the version that the group went back to: from then on no one else is ready with a version
-    /// that was left.
+    /// Set once at least `minReady` replicas serve the version that the group went back to: from then on no other replica is ready with a
+    /// version that was left.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub returned: Option<Returned>,
     /// The newest version in service, where the object limits how far versions may be apart.
@@ -65,8 +65,8 @@ pub struct Assignment {
     /// Whether the object is suspended: its pods are released and serve what they have, whatever `current` says.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub suspended: bool,
-    /// How bytes are to travel, so that GPU workers start with the settings that groups will want: reported only when a group forms, they are
-    /// started twice, which is most of a second after the loss of a source.
+    /// The required transport, so that GPU workers start with the settings that groups will need: received only when a group forms, they
+    /// are started twice, which is most of a second after the loss of a source.
     #[serde(default)]
     pub transport: TransportPolicy,
     /// Why no group can take what is published; for a source, and none while one can.
@@ -78,13 +78,13 @@ pub struct Assignment {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Hindrance {
-    /// The members that are out, each with its cause, for a person.
+    /// The members that are out, each with its cause, as text.
     pub message: String,
     /// Whether it stays so until a person changes the object, its pods or their images.
     pub permanent: bool,
 }
 
-/// One engine server next to an agent.
+/// One engine server of an agent.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct EngineAssignment {
@@ -115,12 +115,12 @@ pub struct Announcement {
     /// Port of the engine of this endpoint; none for a source.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub engine_port: Option<u16>,
-    /// Address of its control server (`IP:PORT`), bound before it is asked to anyone.
+    /// Address of its control server (`IP:PORT`), bound before it is announced.
     pub control_address: String,
     pub program: String,
     #[serde(default = "Protocols::unsaid")]
     pub speaks: Protocols,
-    /// Whether a coordinator reads its events: then it only asks for its assignment, and anyone who reads them need not begin again.
+    /// Whether a coordinator reads its events: then it only requests its assignment, and the reader need not reconnect.
     #[serde(default)]
     pub attached: bool,
 }
@@ -129,7 +129,7 @@ pub struct Announcement {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Rejection {
-    /// What is wrong, for a person.
+    /// What is wrong, as text.
     pub message: String,
     /// Whether asking again later may succeed.
     pub retryable: bool,

@@ -65,8 +65,8 @@ pub struct Incarnation {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Role {
-    /// Has the trainer next to it and leads updates.
+    /// The agent of a trainer; it leads updates.
     Source,
-    /// Has an engine next to it.
+    /// The agent of an engine.
     Rollout,
 }

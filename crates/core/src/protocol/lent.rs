@@ -1,15 +1,15 @@
-//! What the source and a member on its very GPU tell each other about memory: NCCL refuses two ranks on one GPU, so such a member opens the
-//! source's ring by CUDA IPC and copies each bucket from there.
+//! Messages about memory between the source and a member on its GPU: NCCL refuses two ranks on one GPU, so such a member opens the source's
+//! ring by CUDA IPC and copies each bucket from there.
 //!
-//! The handle travels in [`LendRequest`] only, over mutual TLS. Events are not shared: a piece is announced when the source's GPU has written it,
-//! and its slot is written again only when the borrower said that its own copy ended.
+//! The handle travels in [`LendRequest`] only, over mutual TLS. Events are not shared: a piece is announced when the source's GPU has
+//! written it, and its slot is written again only when the borrower reported that its own copy ended.
 
 use serde::{Deserialize, Serialize};
 
 use super::worker::IpcHandle;
 use super::{BucketHeader, EpochId};
 
-/// Memory of the source's worker, and how anyone who opens it knows that it is the memory that was meant.
+/// Memory of the source's worker, and how the process that opens it can verify it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct LentMemory {
@@ -42,7 +42,7 @@ impl LentMemory {
 pub struct LendRequest {
     /// The epoch.
     pub id: EpochId,
-    /// The memory; open until the epoch is over.
+    /// The memory; open until the epoch ends.
     pub memory: LentMemory,
     /// Answer within this long.
     pub deadline_ms: u64,

@@ -44,7 +44,7 @@ pub struct UpdatePolicy {
     #[serde(default)]
     pub transport: TransportPolicy,
     pub health: HealthPolicy,
-    /// What each engine is asked after a switch, before its replica says that it holds the version.
+    /// The prompt that each engine must answer after a switch, before its replica reports the version.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub canary: Option<CanaryPolicy>,
 }
@@ -78,7 +78,7 @@ pub enum Delivery {
 /// What happens to running requests while weights are switched.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum PausePolicy {
-    /// Requests stop where they are and go on with the new weights.
+    /// Requests stop and continue with the new weights.
     #[default]
     Keep,
     /// Requests end first.

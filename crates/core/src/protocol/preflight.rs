@@ -153,6 +153,6 @@ pub struct PoorMember {
     pub from: MemberName,
     /// Whether the edge carries no bytes at all.
     pub broken: bool,
-    /// The edge, its figures and those of the others, for a person.
+    /// The edge, its figures and those of the others, as text.
     pub why: String,
 }

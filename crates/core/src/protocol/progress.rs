@@ -1,4 +1,4 @@
-//! How far an update is, as its leader tells it: in the event stream, in status, and to anyone who draws it. Values only.
+//! The progress of an update, as its leader reports it: in the event stream, in status, and on the web page. Values only.
 
 use serde::{Deserialize, Serialize};
 

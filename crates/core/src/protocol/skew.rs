@@ -1,7 +1,7 @@
 //! How far apart versions in service may be (`membership.maxSkew`): one rule for the agent's probe, the roster and the controller's gate.
 //!
-//! Numbers only. What counts is the version that `minReady` replicas were proven to serve; one that a single replica has is in service next to
-//! it, if at all, and takes no one out of service that serves what counts.
+//! Numbers only. The current version is the one that `minReady` replicas were proven to serve. A version that a single replica has may be
+//! in service too, and takes no replica out of service that serves the current one.
 
 use super::Version;
 

@@ -1,4 +1,4 @@
-//! What a trainer and its agent tell each other about GPU memory: words of [`super::ClientRequest`] and [`super::ClientReply`].
+//! Messages about GPU memory between a trainer and its agent: parts of [`super::ClientRequest`] and [`super::ClientReply`].
 //!
 //! The memory is the agent's worker's: one block, made by the worker, opened by the trainer through a CUDA IPC handle, and used again for
 //! every version. A trainer's own allocations are never shared, so it does not matter how its allocator makes them
@@ -18,8 +18,8 @@ pub struct GpuOffer {
     pub gpus: Vec<String>,
     /// Version of torch, for logs.
     pub torch: String,
-    /// Whether torch's allocator uses expandable segments. No obstacle here; said in logs, because it is one for every export of
-    /// torch's own memory.
+    /// Whether torch's allocator uses expandable segments. No obstacle here; logged, because it is one for every export of torch's own
+    /// memory.
     pub expandable_segments: bool,
     /// Inode of the trainer's PID namespace, where it can be read. Legacy CUDA IPC does not cross PID namespaces.
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -71,7 +71,7 @@ pub struct MemberGpu {
     pub uuid: String,
     /// Name of the model.
     pub name: String,
-    /// Bytes free, next to what the worker holds already.
+    /// Bytes free, in addition to what the worker holds already.
     pub free_bytes: u64,
     /// Bytes in all.
     pub memory_bytes: u64,
@@ -87,11 +87,11 @@ pub struct GpuReport {
     /// `ncclGetVersion` of the library that the workers loaded (22809 is 2.28.9); none when there is none that can be used.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub nccl: Option<u32>,
-    /// Why there is no GPU or no NCCL, for a person. Empty when there are both.
+    /// Why there is no GPU or no NCCL, as text. Empty when there are both.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub reason: String,
-    /// Why memory of the GPUs cannot be shared with the engine next to them (CUDA IPC), so that weights pass by the host there. Empty when
-    /// nothing speaks against it.
+    /// Why GPU memory cannot be shared with the engine (CUDA IPC), so that weights pass through the host there. Empty when nothing speaks
+    /// against it.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub unshared: String,
 }
@@ -184,7 +184,7 @@ impl Default for TransportChoice {
 pub struct JoinRequest {
     /// The epoch.
     pub id: super::EpochId,
-    /// The communicator's id. Secret: anyone who has it can join.
+    /// The communicator's id. Secret: any process that has it can join.
     pub nccl: super::worker::NcclId,
     /// Answer within this long.
     pub deadline_ms: u64,

@@ -99,7 +99,7 @@ pub struct UpdateStatus {
     /// Whether it failed because the engine loaded the version and the canary refused what it answers.
     #[serde(default)]
     pub refused: bool,
-    /// Whether the same weights would fail here again: the engine read them and said no.
+    /// Whether the same weights would fail here again: the engine read and refused them.
     #[serde(default)]
     pub repeats: bool,
     /// Times of finished steps in ms, e.g. `receive`, `verify`, `pause`, `load`, `check`, `resume`.
@@ -111,7 +111,7 @@ pub struct UpdateStatus {
 }
 
 /// A time in which an engine served while its weights were a mixture of two versions. An answer that was under way at any moment of it is
-/// of no version. The clock is that of the agent next to the engine.
+/// of no version. The clock is that of the engine's agent.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct MixedWindow {

@@ -1,12 +1,12 @@
 //! What an agent and its GPU worker say to each other over a socket pair: requests, answers, faults, and how they are framed.
 //!
 //! A frame is a u32 (little-endian) length and that many bytes of JSON. Requests carry an id and the time they may take; several are under
-//! way at once, answers come in any order. A request that needs a descriptor has it next to its frame (`SCM_RIGHTS`), in the order of the
+//! way at once, answers come in any order. A request that needs a descriptor passes it with its frame (`SCM_RIGHTS`), in the order of the
 //! frames. Decides nothing; knows no socket and no driver.
 //!
-//! Order on the GPU: requests that name the same slot run one behind the other in the order in which they were sent, without waiting for
-//! answers. So "copy into slot 3, broadcast slot 3, copy slot 3 to the host" may be sent at once. Between host or imported memory and
-//! different slots there is no order but that of answers and of events.
+//! Order on the GPU: requests for the same slot run one after the other in the order in which they were sent, without waiting for answers.
+//! So "copy into slot 3, broadcast slot 3, copy slot 3 to the host" may be sent at once. Between host or imported memory and different
+//! slots there is no order but that of answers and of events.
 //!
 //! A READ begins when the work that was sent before it for the same slot is done. What is sent after it for the same bytes is refused until the
 //! READ has ended, which may be later than its answer when that says `Late`.
@@ -68,7 +68,7 @@ pub enum WorkerRequest {
         /// Bytes of a slot; a multiple of 64.
         slot_bytes: u64,
     },
-    /// Maps the sealed memfd next to this frame, and registers it with the driver where a GPU is open. Answered by `Host`.
+    /// Maps the sealed memfd passed with this frame, and registers it with the driver where a GPU is open. Answered by `Host`.
     MapHost {
         /// Bytes to map, from the start.
         bytes: u64,
@@ -120,7 +120,7 @@ pub enum WorkerRequest {
         parts: Vec<Part>,
         after: Option<u64>,
     },
-    /// Copies without blocking. Answered by `Done` when the bytes are there.
+    /// Copies without blocking. Answered by `Done` when the bytes are complete.
     Copy {
         from: Place,
         /// To where; of the two at most one is `Host`.
@@ -179,7 +179,7 @@ pub enum WorkerRequest {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum Proof {
-    /// A broadcast of one byte from rank 0, compared by every rank: between workers of ours.
+    /// A broadcast of one byte from rank 0, compared by every rank: between WeightSync's workers.
     #[default]
     Broadcast,
     /// An all-reduce (sum) of one 32-bit float: what vLLM's ranks enter first.

@@ -1,7 +1,7 @@
 //! The gate that says whether every byte of a stream was written, each once.
 //!
-//! Decides completeness from the ranges it is reported; parts may come in any order. It never looks at bytes, and a range that was
-//! refused changes nothing, so that the caller may report it and go on.
+//! Decides completeness from the reported ranges; parts may come in any order. It never reads bytes, and a range that was refused changes
+//! nothing, so that the caller may report it and continue.
 
 use std::collections::BTreeMap;
 
@@ -19,7 +19,7 @@ pub struct Coverage {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum CoverageError {
-    #[error("bytes {offset} to {end} lie after the end of the stream at {total}")]
+    #[error("bytes {offset} to {end} are beyond the end of the stream at {total}")]
     Beyond { offset: u64, end: u64, total: u64 },
     #[error("bytes {offset} to {end} were written before, in whole or in part")]
     Overlap { offset: u64, end: u64 },
@@ -75,7 +75,7 @@ impl Coverage {
     /// `Ok` when every byte was written; otherwise names the first tensor that lacks some.
     pub fn check(&self, layout: &Layout) -> Result<(), CoverageError> {
         let Some((gap, _)) = self.first_gap() else { return Ok(()) };
-        // A gap between two tensors is reported by the tensor behind it.
+        // A gap between two tensors is reported with the tensor after it.
         let tensor =
             layout.entries.iter().find(|entry| entry.end() > gap).map_or_else(String::new, |entry| shown(&entry.tensor.full_name()));
         Err(CoverageError::Missing { tensor, missing: self.total - self.written, total: self.total })

@@ -295,7 +295,7 @@ impl TensorHasher {
         Ok(())
     }
 
-    /// Tensors in front of that one are over.
+    /// Tensors before that one are complete.
     fn end_before(&mut self, index: usize) {
         while self.done.len() < index {
             let digest = self.hasher.take();
@@ -324,7 +324,7 @@ fn split(part: &[u8], wanted: u64) -> (&[u8], &[u8]) {
     part.split_at_checked(length).unwrap_or((part, &[]))
 }
 
-/// Drops up to `wanted` bytes from the front of `part`; tells how many.
+/// Drops up to `wanted` bytes from the front of `part`; returns how many.
 fn skip(part: &mut &[u8], wanted: u64) -> u64 {
     let (dropped, rest) = split(part, wanted);
     *part = rest;

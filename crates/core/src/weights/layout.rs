@@ -1,9 +1,9 @@
 //! How the tensors of a version lie in one run of bytes, and where that run is cut into buckets.
 //!
-//! The run ("stream") is the tensors in the order given, each at the next multiple of [`ALIGNMENT`]; the gaps are zero.
-//! A bucket is a contiguous part of the stream. Cut evenly, one tensor may span several buckets and a bucket may hold many tensors; cut
-//! between tensors, every bucket holds whole tensors, which is what engines take from GPU memory ([`Cuts`]).
-//! Decides offsets and cuts only; it never looks at a value and never allocates by a number that it was given.
+//! The run ("stream") is the tensors in the order given, each at the next multiple of [`ALIGNMENT`]; the gaps are zero. A bucket is a
+//! contiguous part of the stream. Cut evenly, one tensor may span several buckets and a bucket may hold many tensors; cut between tensors,
+//! every bucket holds whole tensors, which is what engines take from GPU memory ([`Cuts`]). Decides offsets and cuts only; it never reads a
+//! value and never allocates by an untrusted number.
 
 mod cuts;
 
@@ -73,7 +73,7 @@ pub struct Entry {
 }
 
 impl Entry {
-    /// The first byte of the stream that lies after the tensor.
+    /// The first byte of the stream after the tensor.
     pub fn end(&self) -> u64 {
         self.offset.saturating_add(self.bytes)
     }
@@ -202,13 +202,13 @@ impl Layout {
             if (entry.offset, entry.bytes) != (offset, bytes) {
                 let name = shown(&entry.tensor.full_name());
                 return inconsistent(format!(
-                    "tensor {name} is said to be {} bytes at {}, it is {bytes} bytes at {offset}",
+                    "tensor {name} is declared as {} bytes at {}, it is {bytes} bytes at {offset}",
                     entry.bytes, entry.offset
                 ));
             }
         }
         if self.total_bytes != total_bytes {
-            return inconsistent(format!("the stream is said to be {} bytes, it is {total_bytes}", self.total_bytes));
+            return inconsistent(format!("the stream is declared as {} bytes, it is {total_bytes}", self.total_bytes));
         }
         if self.bucket_bytes < ALIGNMENT {
             return Err(LayoutError::BucketTooSmall { bytes: self.bucket_bytes });

@@ -1,9 +1,9 @@
 //! How a bucket goes over the wire to engines that receive it themselves: as broadcasts of tensors that lie back to back.
 //!
 //! Decides which tensors share a broadcast and in which order, so that sender and engine never disagree: both ends compute it from the same
-//! layout. An engine that is informed of other bytes than are sent hangs, or loads a mixture. One broadcast has one element type: LMDeploy
-//! refuses a mixture before it enters (a sender would hang), and SGLang and vLLM refuse a tensor that starts at no multiple of its
-//! element's length. Pure; sends nothing.
+//! layout. An engine that expects other bytes than are sent hangs, or loads a mixture. One broadcast has one element type: LMDeploy refuses
+//! a mixture before it enters (a sender would hang), and SGLang and vLLM refuse a tensor that starts at no multiple of its element's
+//! length. Pure; sends nothing.
 
 use super::{Bucket, Cuts, Dtype, Layout};
 

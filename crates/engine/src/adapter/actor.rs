@@ -1,7 +1,8 @@
 //! The task of an install that is fed bucket by bucket.
 //!
-//! It runs apart from anyone who feeds it, who may be dropped in the middle: the engine is left paused and marked then, never half-fed and
-//! running. Decides only when the install is over. What a bucket is, each [`Way`] decides; what the engine is left with, the session does.
+//! It runs separately from its feeder, which may be dropped in the middle: the engine is left paused and marked then, never half-fed and
+//! running. Decides only when the install ends. Each [`Way`] decides the form of a bucket; the session decides the final state of the
+//! engine.
 
 use async_trait::async_trait;
 use tokio::sync::{mpsc, oneshot};
@@ -12,11 +13,11 @@ use crate::server::Server;
 use crate::{EngineError, InstallError, InstallReport, Left};
 use weightsync_core::protocol::HeldVersion;
 
-/// One way of bringing buckets into an engine. After an error the install is over.
+/// One route of buckets into an engine. After an error the install has ended.
 #[async_trait]
 pub(super) trait Way<S: Server>: Send + 'static {
     type Bucket: Send + 'static;
-    /// What is said of a bucket that was taken.
+    /// The result of a bucket that was accepted.
     type Receipt: Send + 'static;
 
     /// Pauses and marks the engine, and opens what it loads through. Called again, it does nothing.
@@ -134,7 +135,7 @@ async fn run<S: Server, W: Way<S>>(mut session: Session<S>, mut way: W, mut inbo
     }
 }
 
-/// Answers, and says whether the install goes on. An owner that gave up waiting learns the outcome from what follows.
+/// Sends the result, and returns whether the install continues. An owner that gave up waiting gets the outcome from the next step.
 fn tell<T>(answer: Answer<T>, outcome: Result<T, InstallError>) -> bool {
     let goes_on = outcome.is_ok();
     let _gone = answer.send(outcome);

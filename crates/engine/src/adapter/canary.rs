@@ -1,8 +1,8 @@
-//! The last look at an engine that was switched: what does it answer with the new weights?
+//! The last check of an engine after a switch: its answer to the canary with the new weights.
 //!
 //! Decides what an answer means for the replica. With a canary only an answer within the expected range lets the install end well: one that
-//! is refused, and one that did not come, leave the engine held and marked, because unknown is not good. Only a refusal is said to be one:
-//! it is about the weights, and others may have measured the same. Without a canary one token must come.
+//! is refused, and one that did not come, leave the engine paused and marked, because unknown is not good. Only a refusal is reported as
+//! one: it is about the weights, and others may have measured the same. Without a canary one token must come.
 
 use super::Inner;
 use super::proof::MOST_GENERATE;
@@ -56,7 +56,7 @@ impl<S: Server> Inner<S> {
 
     /// Whether it answers the canary's question now, whatever it answers; an error says what it lacks for that.
     pub(super) async fn answers(&self, canary: &CanaryPolicy, until: Until) -> Result<bool, EngineError> {
-        // One that is held computes nothing: it is asked after its next switch.
+        // A paused engine computes nothing: it is checked after its next switch.
         let held = self.server.is_paused(until).await? || matches!(self.server.holding(until).await?, Holding::HalfAnUpdate(_));
         if held {
             return Ok(false);

@@ -1,8 +1,8 @@
 //! An install that is fed bucket by bucket from GPU memory, or from the engine's own group.
 //!
-//! The pause is put off until the first bucket is there, because the engine may serve while it still travels. Buckets must come in the order of
-//! the layout, each once: an engine that lacks one is never resumed. Decides when the engine may have begun to write into its weights; what
-//! follows from that is the session's. When the answer may be seen after the install: [`super::proof`].
+//! The pause is delayed until the first bucket has arrived, because the engine may serve while it still travels. Buckets must come in the
+//! order of the layout, each once: an engine that lacks one is never resumed. Decides when the engine may have begun to write into its
+//! weights; what follows from that is the session's. When the answer may be seen after the install: [`super::proof`].
 
 use std::sync::Arc;
 

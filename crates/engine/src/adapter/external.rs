@@ -1,4 +1,4 @@
-//! Marks an engine that the user's data plane feeds, and proves what can be proven after it, once for all engines.
+//! Marks an engine that the user's data plane feeds, and proves what can be proven afterwards, once for all engines.
 //!
 //! The version field carries our mark while the data plane works. After it the field must hold that mark still (then our version goes there)
 //! or what the data plane wrote; start-up's own text means another process. It never pauses, resumes or loads.
@@ -86,12 +86,10 @@ impl<S: Server> Inner<S> {
         let bad = |what: String| ("check", EngineError::BadReply { url: self.server.url().to_owned(), what });
         match (&proof.engine_version, &found) {
             (Some(wanted), _) if ours => {
-                return Err(bad(format!(
-                    "the trainer said that it would report the weight version {wanted:?}, and nothing was written there"
-                )));
+                return Err(bad(format!("the trainer announced the weight version {wanted:?}, and the engine has none")));
             }
             (Some(wanted), found) if found.text() != *wanted => {
-                return Err(bad(format!("it reports the weight version {:?}, the trainer said {wanted:?}", found.text())));
+                return Err(bad(format!("it reports the weight version {:?}, the trainer announced {wanted:?}", found.text())));
             }
             (None, Holding::HalfAnUpdate(other)) if !ours => {
                 return Err(bad(format!("it carries the mark of another update, of version {}", other.version)));

@@ -1,4 +1,4 @@
-//! An engine as a member of groups: one turn with everything else that changes it, and what it was in is left before it joins again.
+//! An engine as a member of groups: it shares one lock with all other changes, and leaves its old group before it joins another.
 //!
 //! Decides the order (leave, then join) and how the time is shared. An old group that cannot be left is no reason not to join: the new one has
 //! another name, and an engine that is stuck in the old one does not answer the join either, which then says so.

@@ -69,14 +69,14 @@ impl<S: Server> Inner<S> {
         match witness {
             Some(witness) if !witness.was_opened() => Err(EngineError::NotSuccess {
                 url: self.server.url().to_owned(),
-                body: "it said that the weights were loaded, and opened none of their files".to_owned(),
+                body: "it reported that the weights were loaded, but opened none of their files".to_owned(),
             }),
             _ => Ok(()),
         }
     }
 }
 
-/// Whether a call cannot have had an effect: no one listened, or the server has no such route.
+/// Whether a call cannot have had an effect: no server listened, or it has no such route.
 fn never_arrived(error: &EngineError) -> bool {
     match error {
         EngineError::Unreachable { source, .. } => source.is_connect(),

@@ -1,5 +1,5 @@
-//! The name of the group that an engine was last brought into. It outlives the agent where there is a place for a file: an engine that is not
-//! asked to leave keeps the communicator, and its memory, until it ends. Decides nothing: a name that is lost costs that memory and no more.
+//! The name of the group that an engine was last brought into. It outlives the agent where there is a place for a file: an engine that is
+//! not asked to leave keeps the communicator, and its memory, until it ends. Decides nothing: a lost name costs only that memory.
 
 use std::path::PathBuf;
 

@@ -1,10 +1,10 @@
-//! The one token that shows that an engine computes with what it was given, and when it may be asked for behind the install.
+//! The one token that shows that an engine computes with its weights, and when it may be requested after the install.
 //!
-//! A pause is over when a token comes, so anyone who was paused is waited for. An engine that was never stopped has nothing to be let go of, and
-//! its token may wait after the requests of users for as long as those take (an LMDeploy under load: 1.3 s, alone 41 ms): once it
-//! generated after an install of the same way, it is asked after the version counts ([`Engine::see_owed_answer`](crate::Engine::see_owed_answer)).
-//! Nothing is taken on trust by that but that it computes: what it holds was compared before. It never judges what is answered, which is
-//! the canary's, and a canary is always waited for.
+//! A token proves that a pause ended, so a paused engine is waited for. An engine that was never paused needs no such proof, and its token
+//! may wait for the requests of users for as long as those take (an LMDeploy under load: 1.3 s, alone 41 ms): once it generated after an
+//! install of the same way, it is requested after the version counts ([`Engine::see_owed_answer`](crate::Engine::see_owed_answer)). Nothing
+//! is taken on trust by that but that it computes: what it holds was compared before. It never judges what is answered, which is the
+//! canary's, and a canary is always waited for.
 
 use std::time::{Duration, Instant};
 
@@ -27,7 +27,7 @@ const MOST_OWED: Duration = Duration::from_secs(10);
 /// groups half of its speed.
 const QUIET: Duration = Duration::from_millis(150);
 
-/// Who generated after an install, and what it owes since.
+/// The start that generated after an install, and its pending token.
 struct Generated {
     start: EngineStart,
     way: &'static str,
@@ -54,7 +54,7 @@ impl Proven {
         })
     }
 
-    /// No answer is due any more: it answered, or it failed to and is waited for next time.
+    /// No token is pending any more: it answered, or it failed and is waited for next time.
     fn settle(&self, answered: bool) {
         self.with(|known| match known {
             Some(known) if answered => known.owes = None,
@@ -64,7 +64,7 @@ impl Proven {
 }
 
 enum Silent {
-    /// No one is there to be held back.
+    /// No caller is waiting.
     Gone(EngineError),
     /// What it computes with is not what it was given.
     Spoiled(EngineError),
@@ -94,7 +94,7 @@ impl<S: Server> Inner<S> {
                 return Ok(());
             }
             Err(Silent::Gone(source)) => return Err(self.seen(Failed { step: "probe", source }).left(Left::Unknown)),
-            // Put to sleep by somebody else meanwhile, it computes for no one, and what it holds ends with that.
+            // Another client put it to sleep meanwhile: it computes nothing, and its version ends with that.
             Err(Silent::Spoiled(_)) if self.server.is_paused(whole).await.is_ok_and(|paused| paused) => return Ok(()),
             Err(Silent::Spoiled(source)) => source,
         };
@@ -105,13 +105,13 @@ impl<S: Server> Inner<S> {
         let holds = self.server.holding(whole).await;
         match (turn, holds) {
             (Ok(_turn), Ok(Holding::Version(held))) if held == *version => Err(self.hold_back(failed, version, whole).await),
-            // It is not at that version any more: anyone who changed it asked it as well.
+            // It has another version now; that change made its own check.
             (Ok(_), Ok(_)) => Ok(()),
             (Err(_), _) | (_, Err(_)) => Err(self.seen(failed).left(Left::Unknown)),
         }
     }
 
-    /// Whether it computes with weights that are no version of ours: one token, or a sign of life from one that is busy.
+    /// Whether it computes with weights that are not a WeightSync version: one token, or a sign of life from a busy engine.
     pub(super) async fn computes(&self, until: Until) -> Result<(), EngineError> {
         match self.token(until, until).await {
             Ok(()) => Ok(()),

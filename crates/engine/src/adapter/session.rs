@@ -76,7 +76,7 @@ impl Steps {
 /// How far an install came.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Stage {
-    /// The engine was only looked at.
+    /// The engine was only checked.
     Opened,
     /// It is paused, where the policy pauses, and marked.
     Held,
@@ -86,7 +86,7 @@ enum Stage {
     Whole,
 }
 
-/// What the task of an install shares with anyone who owns it: what the engine would be left with if the task ended now.
+/// Shared by the task of an install and its owner: the state of the engine if the task ended now.
 pub(super) type LeftNow = Arc<Mutex<Left>>;
 
 /// One install. It has the turn to change the engine for as long as it lives.
@@ -110,7 +110,7 @@ pub(super) struct Session<S: Server> {
 }
 
 impl<S: Server> Session<S> {
-    /// Waits for the turn to change the engine, and looks at it; `offered` must replace all that it was started with.
+    /// Waits for the lock on the engine, and checks it; `offered` must replace all that it was started with.
     pub(super) async fn open(inner: Arc<Inner<S>>, terms: InstallTerms, offered: &[TensorSpec]) -> Result<Self, InstallError> {
         let whole = Until::new(terms.timeout);
         let until = whole.keeping(MOST_RESERVE.min(terms.timeout / 5));
@@ -268,7 +268,7 @@ impl<S: Server> Session<S> {
                 self.inner.mixed.close(now_ms());
                 failed.left(Left::Unknown)
             }
-            // One that started again in the middle holds no half update.
+            // An engine that restarted in the middle holds no half update.
             Stage::Loading => match self.carries_the_mark(undo).await {
                 Ok(false) => {
                     self.inner.mixed.close(now_ms());
@@ -326,10 +326,10 @@ impl<S: Server> Session<S> {
         let look = inner.start.look();
         let written = inner.server.holding(until).await.map_err(at("check"))?;
         let fingerprint = inner.server.fingerprint(until).await.map_err(at("check"))?;
-        // Where nothing tells one start from another, the process must have been there all the time.
+        // If nothing distinguishes two starts, the process must have run all the time.
         let stood = fingerprint != UNKNOWN || inner.start.stood_since(self.before.look);
         if fingerprint != self.before.fingerprint || !stood {
-            // The successor of the process that loaded was informed that it holds the version.
+            // The version was written to the successor of the process that loaded it.
             inner.write(Holding::Startup, until).await.map_err(at("check"))?;
             return Err(Failed { step: "check", source: EngineError::Restarted });
         }
@@ -359,7 +359,7 @@ impl<S: Server> Inner<S> {
         Ok(before)
     }
 
-    /// Takes hold of the process that listens now, and looks at which start it is and what it holds.
+    /// Connects to the process that listens now, and checks its start and its version.
     pub(super) async fn sight(&self, until: Until) -> Result<(Before, EngineStart), EngineError> {
         // On the same machine the connection is taken at once, whatever the server is busy with.
         self.start.hold(Lifeline::open(self.server.url(), until.left() / 4).await);
@@ -377,7 +377,7 @@ impl<S: Server> Inner<S> {
         if self.server.is_paused(until).await.map_err(at("pause"))? {
             return Ok(());
         }
-        let what = "it said that it paused, and then that it is not paused".to_owned();
+        let what = "it confirmed the pause, and then reported that it is not paused".to_owned();
         Err(Failed { step: "pause", source: EngineError::BadReply { url: self.server.url().to_owned(), what } })
     }
 

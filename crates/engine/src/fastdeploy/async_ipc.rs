@@ -1,10 +1,10 @@
 //! The asynchronous IPC message of FastDeploy #7472: buckets in our own GPU memory, named one by one over ZeroMQ and cloned by each worker.
 //!
 //! We bind one socket a rank, and the workers connect when the legacy route `/update_model_weight` has them load, which they do only after
-//! `/clear_load_weight`: from there on the server has no weights until the last bucket came. Each rank gets the handle of the memory on its own
-//! GPU. Each message is answered: empty text when the bucket was cloned and the device is idle, else the text of an error. An empty message
-//! (`None`) ends it. Never trusts the server's last look at its parameters, which the posted change comments out: a version is compared with
-//! the server's checkpoint before anything is touched, and one that cannot be compared is refused.
+//! `/clear_load_weight`: from there on the server has no weights until the last bucket came. Each rank gets the handle of the memory on its
+//! own GPU. Each message is answered: empty text when the bucket was cloned and the device is idle, else the text of an error. An empty
+//! message (`None`) ends it. Never trusts the server's last check of its parameters, which the posted change comments out: a version is
+//! compared with the server's checkpoint before anything is touched, and one that cannot be compared is refused.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -29,7 +29,7 @@ use weightsync_torch::pickle::Value;
 
 /// Between two looks whether the worker has connected.
 const CONNECTING: Duration = Duration::from_millis(2);
-/// Longest wait for the server's own words after it said no.
+/// Longest wait for the server's error text after it refused.
 const LAST_WORDS: Duration = Duration::from_secs(2);
 /// Part of a worker's error that ours shows, in characters.
 const SHOWN: usize = 512;
@@ -73,7 +73,7 @@ impl Rank {
         let cannot = |cause: String| {
             unsupported(format!("no socket can be made at {address}: {cause}"), "give the server an ipc_address that the agent may bind")
         };
-        // What an earlier life of the agent left behind.
+        // Left by an earlier incarnation of the agent.
         if let Some(path) = address.strip_prefix("ipc://")
             && Path::new(path).is_absolute()
         {
@@ -85,8 +85,8 @@ impl Rank {
         Ok(Self { gpu: gpu.to_owned(), device, socket })
     }
 
-    /// Gives the address up before anybody binds it again. A dropped socket removes its file a moment later (zeromq 0.7), and that would be
-    /// the next update's: no worker could find it, and the update would end in silence.
+    /// Gives up the address before it is bound again. A dropped socket removes its file a moment later (zeromq 0.7), and that would be the
+    /// next update's: no worker could find it, and the update would end in silence.
     async fn unbind(&mut self, within: Duration) {
         let _errors = tokio::time::timeout(within, self.socket.unbind_all()).await;
     }
@@ -167,7 +167,7 @@ impl AsyncIpc {
                 match ended {
                     Ok(Err(error)) => return Err(error),
                     Ok(Ok(())) if then == Then::End => return Ok(()),
-                    Ok(Ok(())) => "it said that it was done while buckets were still to come".to_owned(),
+                    Ok(Ok(())) => "it reported that it was done before all buckets were sent".to_owned(),
                     Err(ended) => format!("its call ended: {ended}"),
                 }
             }

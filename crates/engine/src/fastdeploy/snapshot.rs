@@ -1,9 +1,9 @@
-//! The snapshot file from which FastDeploy with `--load_strategy ipc_snapshot` reloads its weights, and how a version takes its place.
+//! The snapshot file from which FastDeploy with `--load_strategy ipc_snapshot` reloads its weights, and how a version replaces it.
 //!
 //! The server asks for no path: it reads `model_state.tp{rank}.{gpu}.pdparams` of its own model directory, which is a safetensors file by
 //! another name (`fastdeploy/rl/dynamic_weight_manager.py`, `paddle.load(path, safetensors=True)`; the part files and the legacy name come
-//! from the same function). Decides names and places only: a version is staged next to the model before the server is touched, and takes the
-//! snapshot's place in one rename, so that a server that starts again finds a whole file at any moment. What was there first is kept.
+//! from the same function). Decides names and places only: a version is staged next to the model before the server is touched, and takes
+//! the snapshot's place in one rename, so that a restarted server always finds a complete file. The first snapshot is kept.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -79,7 +79,7 @@ impl Snapshot {
         self.directory.join(CORNER).join("next")
     }
 
-    /// Lays the weights of a version, or kept ones, next to the model, under the names that they will have there. Returns where they lie.
+    /// Puts the weights of a version, or kept ones, next to the model, under their final names. Returns their path.
     pub(super) fn stage(&self, from: &Path) -> Result<PathBuf, EngineError> {
         let next = self.next();
         self.try_stage(from, &next).map_err(|cause| {

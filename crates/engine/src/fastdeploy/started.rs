@@ -1,4 +1,4 @@
-//! How a FastDeploy server gets its weights, as the words of its process show. Pure: asks no one.
+//! How a FastDeploy server gets its weights, from its command line. Pure.
 
 use std::path::PathBuf;
 
@@ -31,7 +31,7 @@ impl Strategy {
         match option("load_strategy") {
             Some("ipc_snapshot") => Self::Snapshot,
             Some(other) => {
-                // A server that carries #7472 looks like one that does not, so anyone who starts it says so in the free-form configuration.
+                // A server that carries #7472 looks like one that does not, so its starter must declare it in the free-form configuration.
                 let config: Value = option("rsync_config").and_then(|config| serde_json::from_str(config).ok()).unwrap_or_default();
                 let text = |name: &str| config.get(name).and_then(Value::as_str);
                 match (other, text("transfer_mode"), text("ipc_address")) {
@@ -66,7 +66,7 @@ pub(super) fn no_way(strategy: &str) -> EngineError {
             );
         }
         "ipc" => {
-            "FastDeploy with --load_strategy ipc goes on using the trainer's memory in place, so the whole model would have to stay there"
+            "FastDeploy with --load_strategy ipc keeps using the trainer's memory in place, so the whole model would have to stay there"
                 .to_owned()
         }
         "none" => "FastDeploy was started without a --load_strategy".to_owned(),

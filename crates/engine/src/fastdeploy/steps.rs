@@ -32,7 +32,7 @@ impl Step {
         self.directory.file_name().unwrap_or_default().to_string_lossy().into_owned()
     }
 
-    /// Lays a version into the folder under a name of its own, and removes those of ours that were there before.
+    /// Puts a version into the folder under its own name, and removes the agent's earlier ones.
     pub(crate) fn lay(folder: &Path, from: &Path) -> Result<Self, EngineError> {
         let laid = Self::try_lay(folder, from).map_err(|cause| {
             let what = format!("the version cannot be laid into {}: {cause}", folder.display());

@@ -14,7 +14,7 @@ const TENSOR_ROUTE: [&str; 2] = ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM"];
 
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Seen<'a> {
-    /// `/openapi.json`: LMDeploy does not tell its version, its interface does.
+    /// `/openapi.json`: LMDeploy does not report its version, but its interface identifies it.
     pub(crate) interface: Option<&'a Value>,
     pub(crate) ranks: usize,
     /// `config.json` of the model that it serves.

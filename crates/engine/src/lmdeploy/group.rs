@@ -17,7 +17,7 @@ use crate::group::{GroupFeed, GroupJoin, GroupServer, Tensors, join_by_store, le
 use crate::http::{EngineHttp, Until};
 use weightsync_core::protocol::{GroupFacts, Rendezvous};
 
-/// A group that no one makes: to ask for its end changes nothing.
+/// A group that is never made: a request to end it changes nothing.
 const NOBODYS: &str = "weightsync-is-there-a-group";
 
 pub(super) struct LmdeployGroup {

@@ -1,4 +1,4 @@
-//! Which way an LMDeploy server is fed: by `/update_weights`, where all that it takes was proven and is there, else by checkpoint-engine.
+//! The route of an LMDeploy server: `/update_weights`, if all its conditions were tested and hold, else checkpoint-engine.
 //!
 //! What can be asked of the server is asked, never assumed: only the Ray executor has `/update_weights` (the others answer 500), and only a
 //! server with `--enable-abort-handling` can end requests without sleeping.

@@ -1,8 +1,8 @@
 //! `/update_weights` of LMDeploy 0.18: flattened buckets in our own memory, read in place.
 //!
-//! One call for each element type of a bucket, because a flattened bucket has one. The memory is named again with every call: a server that is
-//! not reported keeps what it copied before and would load old bytes (InternLM/lmdeploy#4397). Its answer does not mean that it has read: it
-//! records the event that it is given after its copies, and where there is no event it is asked to copy the bucket first.
+//! One call for each element type of a bucket, because a flattened bucket has one. The memory is named in every call: otherwise a server
+//! keeps its earlier copy and would load old bytes (InternLM/lmdeploy#4397). Its answer does not mean that it has read: it records the
+//! given event after its copies. Without an event, the call requires that it copies the bucket first.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -38,7 +38,7 @@ impl Tensors {
         let room = place.allocation_bytes.saturating_sub(place.offset);
         if room < bucket.bucket.bytes {
             return Err(EngineError::Unsupported {
-                what: format!("bucket {} is longer than the memory that it is said to lie in", bucket.bucket.sequence),
+                what: format!("bucket {} is longer than its memory", bucket.bucket.sequence),
                 next_step: "this is a fault of the agent: report it".into(),
             });
         }

@@ -35,7 +35,7 @@ impl GroupServer for SglangGroup {
         let count = |name: &str| info.value().get(name).and_then(Value::as_u64).unwrap_or(1);
         let flag = |name: &str| info.value().get(name).and_then(Value::as_bool).unwrap_or(false);
         let cache = info.value().get("weight_cache_mode").and_then(Value::as_str).unwrap_or("off");
-        // The route is POST only: 405 says that it is there, and nothing was begun.
+        // The route is POST only: 405 shows that it exists, and nothing was started.
         let session = self.http.get("/begin_weight_update", until).await?.status() != 404;
         let why_not = if !session {
             "it has no /begin_weight_update: use SGLang 0.5.23 or newer"

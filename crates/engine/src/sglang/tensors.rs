@@ -29,7 +29,7 @@ pub(super) const WAY: &str = "update_weights_from_tensor";
 /// No one has seen it on a GPU.
 pub(super) const UNPROVEN: Unproven = Unproven { engine: "SGLang", way: WAY, seen: &[], read: &["0.5.23"] };
 
-/// Between two looks at a counter.
+/// Time between two reads of a counter.
 const LOOK: Duration = Duration::from_millis(1);
 
 pub(super) struct Tensors {

@@ -59,7 +59,7 @@ async fn engine_that_reports_otherwise_or_nothing_is_unproven() {
     let bench = Bench::start("vllm").await;
     let mark = marked(&bench, 2).await;
     let nothing = proven(&bench, &mark, Some("step-2")).await.unwrap_err();
-    assert!(nothing.is_dirty() && nothing.to_string().contains("nothing was written"), "{nothing}");
+    assert!(nothing.is_dirty() && nothing.to_string().contains("the engine has none"), "{nothing}");
     says(&bench, "step-1").await;
     let other = proven(&bench, &mark, Some("step-2")).await.unwrap_err();
     assert!(other.is_dirty() && other.to_string().contains("step-1"), "{other}");

@@ -148,7 +148,7 @@ async fn impossible_policy_is_refused_with_a_possible_setting() {
     for (pause, kv_cache, named) in [
         (PausePolicy::Keep, KvCachePolicy::Reset, "pause to Abort"),
         (PausePolicy::Drain, KvCachePolicy::Reset, "pause to Abort"),
-        (PausePolicy::External, KvCachePolicy::Reset, "runs by itself"),
+        (PausePolicy::External, KvCachePolicy::Reset, "resumes by itself"),
         (PausePolicy::Abort, KvCachePolicy::Keep, "kvCache to Reset"),
     ] {
         let error = on.engine.accepts(pause, kv_cache).unwrap_err().to_string();

@@ -39,7 +39,7 @@ impl Backend {
         self.session.finish(of_model.unwrap_or(self.reported), until).await
     }
 
-    /// Ends the model's session and begins that of its draft model, where one was informed of and that was not done yet.
+    /// Ends the model's session and begins that of its draft model, if there is one and this was not done yet.
     async fn turn_to_draft(&mut self, until: Until) -> Result<(), EngineError> {
         if self.session.number() != 1 || self.draft_from.is_none() {
             return Ok(());

@@ -1,8 +1,8 @@
 //! vLLM with our own back end whose workers copy buckets from memory on their own GPUs, which the agent's workers allocated.
 //!
-//! Decides what each worker is reported: where the bucket lies on *its* GPU, by handle and offset, and the gsum64 of each tensor of it. A worker
-//! copies the bucket, sums what it copied, and only then says that it took it, so that the place may be used again from then on; vLLM's own
-//! layerwise loading, which keeps tensors until a layer is whole, works on the copy. The calls are [`super::session`]'s.
+//! Decides the message to each worker: where the bucket is on *its* GPU, by handle and offset, and the gsum64 of each tensor of it. A
+//! worker copies the bucket, sums what it copied, and only then says that it took it, so that the place may be used again from then on;
+//! vLLM's own layerwise loading, which keeps tensors until a layer is whole, works on the copy. The calls are [`super::session`]'s.
 
 use std::sync::Arc;
 

@@ -1,8 +1,9 @@
 //! vLLM 0.32 and 0.33 in a group of its own workers: weight transfer with the backend `nccl`, joined by the communicator's id.
 //!
-//! Facts are from the wheels (`distributed/weight_transfer/nccl_common.py`, `nccl_engine.py`, `packed_tensor.py`, `v1/worker/gpu_worker.py`).
-//! A join makes the communicator at once, and a rank that is missing holds the engine for ever: anyone who leads joins at the same time. An
-//! update that was left open refuses the next one, and leaving the group as well, until it is finished, which finalises a half-written model.
+//! Facts are from the wheels (`distributed/weight_transfer/nccl_common.py`, `nccl_engine.py`, `packed_tensor.py`,
+//! `v1/worker/gpu_worker.py`). A join makes the communicator at once, and a missing rank blocks the engine without end: the leader joins at
+//! the same time. An update that was left open refuses the next one, and leaving the group as well, until it is finished, which finalises a
+//! half-written model.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -66,13 +67,15 @@ impl GroupServer for VllmGroup {
         } else if said.contains("not configured") {
             "start vLLM with --weight-transfer-config '{\"backend\": \"nccl\"}'".into()
         } else {
-            format!("it does not take nccl_unique_id_b64: use vLLM 0.32 or newer with the weight transfer backend nccl (it said: {said})")
+            format!(
+                "it does not take nccl_unique_id_b64: use vLLM 0.32 or newer with the weight transfer backend nccl (its response: {said})"
+            )
         };
         Ok(facts)
     }
 
-    /// Refused while somebody's update is open. That one is not closed here: anyone who opens the next update finds it, and knows by that
-    /// that the engine may hold a mixture.
+    /// Refused while another client's update is open. That one is not closed here: the next update finds it, which shows that the engine
+    /// may hold a mixture.
     async fn leave(&self, _: Option<&str>, until: Until) -> Result<(), EngineError> {
         self.message("/shutdown_weight_transfer_engine", &json!({}), "Weight transfer shut down", until).await
     }

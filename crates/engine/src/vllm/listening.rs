@@ -1,7 +1,7 @@
-//! The socket that the workers of one server are asked to connect to, and who may come in.
+//! The socket that the workers of one server connect to, and which workers are admitted.
 //!
-//! Its name is abstract and lives for one install; anyone who connects must show the token, which only the server was informed. Decides whether all
-//! ranks are there, on what they compute, and what they have in common; never what they are informed afterwards ([`super::workers`]).
+//! Its name is abstract and valid for one install. A client must present the token, which only the server received. Decides whether all
+//! ranks are connected, their devices, and their common capabilities; never the later messages ([`super::workers`]).
 
 use std::collections::BTreeMap;
 use std::os::linux::net::SocketAddrExt;
@@ -29,7 +29,7 @@ const ON_GPUS: &str = "gsum64";
 /// What is agreed before the first bucket.
 pub(super) struct Rules {
     pub(super) token: String,
-    /// Whether a draft model comes after the model.
+    /// Whether a draft model follows the model.
     pub(super) draft: bool,
     /// Longest time between two lines to a worker; half of it without a bucket makes us say that we live.
     pub(super) silence: Duration,
@@ -44,7 +44,7 @@ pub(super) struct Hello {
     digests: Vec<String>,
     /// Whether a session is open, which an earlier life of an agent left.
     pub(super) open: bool,
-    /// Whether it can be informed of buckets for a draft model.
+    /// Whether it accepts buckets for a draft model.
     #[serde(default)]
     draft: bool,
     /// UUID (`GPU-...`) of the GPU that it computes on.
@@ -58,7 +58,7 @@ enum Where {
     Gpus,
 }
 
-/// A socket that workers are asked to connect to.
+/// A socket for workers.
 pub(super) struct Listening {
     url: String,
     name: String,
@@ -120,7 +120,7 @@ impl Listening {
         Ok(there)
     }
 
-    /// The next connection, if it is one of ours.
+    /// The next connection, if it is from a worker of this server.
     async fn one(&self, rules: &Rules, bytes: Where) -> Result<Option<(Hello, Parts)>, EngineError> {
         let bad = |what: String| EngineError::BadReply { url: self.url.clone(), what };
         let (socket, _) = self.listener.accept().await.map_err(|cause| bad(format!("no worker can connect: {cause}")))?;
@@ -129,7 +129,7 @@ impl Listening {
         let hello = match said.ok().and_then(Result::ok) {
             Some(Said::Hello(hello)) if hello.token == rules.token => hello,
             other => {
-                tracing::warn!(engine = self.url, ?other, "somebody connected who is no worker of this server");
+                tracing::warn!(engine = self.url, ?other, "refused a client that is no worker of this server");
                 return Ok(None);
             }
         };
@@ -158,13 +158,13 @@ impl Hello {
                 return refused(format!("rank {rank} computes on {device:?} and not on a GPU"), "it is fed from a directory");
             }
             Where::Gpus if self.gpu.is_none() || !self.can(ON_GPUS) => {
-                let what = format!("the package weightsync next to rank {rank} knows no memory of GPUs");
+                let what = format!("the package weightsync of rank {rank} does not support GPU memory");
                 return refused(what, "install the one of this agent's version in the server's environment");
             }
             Where::Host | Where::Gpus => {}
         }
         if rules.draft && !self.draft {
-            let what = format!("the package weightsync next to rank {rank} knows no draft models");
+            let what = format!("the package weightsync of rank {rank} does not support draft models");
             return refused(what, "install the one of this agent's version in the server's environment");
         }
         Ok(())

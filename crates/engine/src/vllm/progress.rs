@@ -1,4 +1,4 @@
-//! How far the workers of one server are with what their agent informed them.
+//! The progress of one server's workers.
 //!
 //! Decides what "all of them" means: the slowest rank counts, and a step of the draft model's session is not that of the model's before it.
 
@@ -10,7 +10,7 @@ use tokio::sync::watch;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub(super) enum Step {
-    /// A session that was open before is over.
+    /// A session that was open before has ended.
     Ended,
     /// Layers are taken apart.
     Started,
@@ -44,7 +44,7 @@ impl Progress {
         self.ranks.values().map(|rank| rank.taken).min().unwrap_or(0)
     }
 
-    /// Whether every rank took that step of a session, counted from 1 (0: one that somebody left open).
+    /// Whether every rank took that step of a session, counted from 1 (0: one that another client left open).
     pub(super) fn did(&self, session: u32, step: Step) -> bool {
         self.ranks.values().all(|rank| rank.sessions >= session && rank.did >= Some(step))
     }

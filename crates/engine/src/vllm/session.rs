@@ -1,10 +1,10 @@
 //! The calls of a weight-transfer session of vLLM with our own back end, and what its workers say became of each.
 //!
-//! Decides the order init (each worker connects to a socket of ours), start, one update (the workers load what they are informed of, while more
-//! may come), finish; for a draft model after it a second session with the same workers. What became of them is said by every worker on its
-//! socket and by no one else: after one failed call the replies of vLLM's workers are those to earlier calls (0.32,
-//! `v1/executor/multiproc_executor.py`: seen with two ranks), so a reply proves nothing, and our back end never fails a call. Never decides
-//! where the bytes lie. Routes are vLLM 0.32's (`entrypoints/rl/online/api_router.py`).
+//! Decides the order init (each worker connects to a socket of ours), start, one update (the workers load the described buckets, while more
+//! may come), finish; for a draft model a second session with the same workers follows. Only each worker's report on its socket counts:
+//! after one failed call the replies of vLLM's workers are those to earlier calls (0.32, `v1/executor/multiproc_executor.py`: seen with two
+//! ranks), so a reply proves nothing, and our back end never fails a call. Never decides where the bytes lie. Routes are vLLM 0.32's
+//! (`entrypoints/rl/online/api_router.py`).
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -22,7 +22,7 @@ use crate::http::{EngineHttp, Until};
 const PROTOCOL: u32 = 1;
 /// Name of the back end, and of the way by it.
 pub(super) const WAY: &str = "weightsync";
-/// Longest wait for workers that were asked to connect.
+/// Longest wait for workers to connect.
 pub(super) const CONNECT: Duration = Duration::from_secs(20);
 /// Longest wait for what a failed session still has to say and do.
 const LAST_WORDS: Duration = Duration::from_secs(5);
@@ -80,7 +80,7 @@ impl Session {
         }
     }
 
-    /// Says to every worker that no bucket follows the `reported` ones.
+    /// Notifies every worker that no bucket follows the `told` ones.
     pub(super) async fn no_more(&self, reported: u32, until: Until) -> Result<(), EngineError> {
         let line = format!("{}\n", json!({"event": "end", "buckets": reported}));
         self.watching(until, self.workers.tell(line)).await
@@ -107,7 +107,7 @@ impl Session {
         Ok(())
     }
 
-    /// Waits until every worker loaded all of the session's model, `reported` buckets since the first session, and has them take the last step.
+    /// Waits until every worker loaded all of the session's model, `told` buckets since the first session, and requests their last step.
     pub(super) async fn finish(&mut self, reported: u32, until: Until) -> Result<(), EngineError> {
         let mut update = self.update.take();
         tokio::select! {
@@ -133,7 +133,7 @@ impl Session {
         call(&self.http, "/reset_encoder_cache", None, until).await
     }
 
-    /// Ends it early: no one waits for us, and no session is left behind for anyone who comes next.
+    /// Ends it early: no worker waits, and no session stays open for the next client.
     pub(super) async fn fail(&mut self, until: Until) {
         self.workers.close();
         // The workers hear of it at once, put their layers together, and the call ends.
@@ -161,7 +161,7 @@ async fn lost(update: &mut Option<JoinHandle<Result<(), EngineError>>>) -> Engin
     std::future::pending().await
 }
 
-/// POST to the workers. What is not a connection's failure is not looked at: a refusal may be of an earlier call.
+/// POST to the workers. Only a connection's failure counts: a refusal may belong to an earlier call.
 async fn call(http: &EngineHttp, path: &str, body: Option<&Value>, until: Until) -> Result<(), EngineError> {
     let reply = http.post(path, body, until).await?;
     match reply.status() {

@@ -1,7 +1,7 @@
 //! What vLLM's metrics say of its sleep. Decides whether weights are off the GPU, and counts how often it fell asleep; never what follows from it.
 //!
-//! `/is_sleeping` says true of every pause as well. The metrics of 0.32 tell the two apart (`v1/metrics/loggers.py`: `weights_offloaded` for
-//! level 1, `discard_all` for level 2; both stand until every part is awake) and count (`entrypoints/serve/dev/sleep/metrics.py`).
+//! `/is_sleeping` is true for every pause as well. The metrics of 0.32 distinguish the two (`v1/metrics/loggers.py`: `weights_offloaded`
+//! for level 1, `discard_all` for level 2; both stand until every part is awake) and count (`entrypoints/serve/dev/sleep/metrics.py`).
 
 use crate::server::Sleeps;
 

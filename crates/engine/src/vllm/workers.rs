@@ -1,7 +1,7 @@
-//! The workers of one server on the socket of their agent: what they are informed, and how far each is.
+//! The workers of one server on the socket of their agent: messages to them, and the progress of each.
 //!
-//! Lines of JSON both ways; memory of the host is passed next to the first one, so it needs no path that both can see. Decides what counts as
-//! a worker's failure; never what that means.
+//! Lines of JSON both ways; host memory is passed with the first one, so it needs no path that both can see. Decides what counts as a
+//! worker's failure; never what that means.
 
 use std::collections::BTreeMap;
 use std::io::{self, IoSlice};
@@ -44,7 +44,7 @@ pub(super) enum Said {
 /// The first line to every worker.
 pub(super) struct Opening<'a> {
     pub(super) line: String,
-    /// Passed next to it.
+    /// Passed with it.
     pub(super) memory: Option<&'a HostMemory>,
 }
 
@@ -59,7 +59,7 @@ pub(super) struct Workers {
 }
 
 impl Workers {
-    /// Says the first line to all who are there, with the memory next to it where there is some.
+    /// Sends the first line to all connected workers, with the memory if there is any.
     pub(super) async fn open(
         url: String,
         there: BTreeMap<u32, (Hello, Parts)>,
@@ -101,7 +101,7 @@ impl Workers {
         let lines = self.lines.clone();
         async move {
             for worker in lines {
-                // One that is gone is reported by its reader.
+                // The reader reports a worker that is gone.
                 let _gone = worker.send(line.clone()).await;
             }
             Ok(())
@@ -143,12 +143,13 @@ impl Workers {
         }
     }
 
-    /// Whether one of them is in a session that somebody left open.
+    /// Whether one of them is in a session that another client left open.
     pub(super) fn left_open(&self) -> bool {
         self.left_open
     }
 
-    /// Waits until every worker took that step of a session, counted from 1 (0: one that somebody left open). Wants to be ended by a deadline.
+    /// Waits until every worker took that step of a session, counted from 1 (0: one that another client left open). The caller must add a
+    /// deadline.
     pub(super) fn did(&self, session: u32, step: Step) -> impl Future<Output = Result<(), EngineError>> + Send + use<> {
         let progress = self.progress.clone();
         async move {
@@ -161,7 +162,7 @@ impl Workers {
         self.progress.borrow().taken()
     }
 
-    /// Waits until a worker says that it cannot go on, or is gone.
+    /// Waits until a worker reports a failure, or is gone.
     pub(super) fn failed(&self) -> impl Future<Output = EngineError> + Send + use<> {
         let (mut progress, url) = (self.progress.clone(), self.url.clone());
         async move {
@@ -187,12 +188,12 @@ pub(super) async fn next(reader: &mut BufReader<OwnedReadHalf>) -> Result<Said, 
     let read = reader.take(LONGEST_LINE).read_until(b'\n', &mut line).await;
     match read {
         Ok(0) => Err("it closed its connection".into()),
-        Ok(_) => serde_json::from_slice(&line).map_err(|error| format!("it said something that makes no sense: {error}")),
+        Ok(_) => serde_json::from_slice(&line).map_err(|error| format!("it sent an invalid message: {error}")),
         Err(error) => Err(error.to_string()),
     }
 }
 
-/// Notes what a worker says until it is gone. One that closes after its last step has not failed.
+/// Records a worker's messages until it is gone. A worker that closes after its last step has not failed.
 async fn read(mut reader: BufReader<OwnedReadHalf>, rank: u32, sessions: u32, progress: watch::Sender<Progress>) {
     loop {
         let said = next(&mut reader).await;
@@ -218,7 +219,7 @@ async fn read(mut reader: BufReader<OwnedReadHalf>, rank: u32, sessions: u32, pr
                     return;
                 }
                 Ok(Said::Failed(why)) | Err(why) => why,
-                Ok(Said::Hello(_)) => "it said hello twice".into(),
+                Ok(Said::Hello(_)) => "it sent hello twice".into(),
             };
             progress.failure.get_or_insert(format!("worker of rank {rank}: {failed}"));
         });

@@ -1,5 +1,5 @@
-//! Calls to agents and to the controller. Decides what a failed call is called: no one there, no answer in time, a refusal, or nonsense.
-//! The certificate is checked against the peer's own name, whatever address is dialled, so a successor at the same address is not
+//! Calls to agents and to the controller. Decides the kind of a failure: not reachable, no response in time, a refusal, or an invalid
+//! response. The certificate is checked against the peer's own name, whatever address is dialled, so a successor at the same address is not
 //! taken for its predecessor.
 
 use std::collections::HashMap;
@@ -33,13 +33,13 @@ const TURN: Duration = Duration::from_secs(60);
 pub enum CallError {
     #[error("{address} cannot be reached: {cause}")]
     Unreachable { address: String, cause: String },
-    #[error("{address} gave no answer within {deadline:?}")]
+    #[error("{address} did not respond within {deadline:?}")]
     Timeout { address: String, deadline: Duration },
     #[error("{address} refused: {}", refusal.message)]
     Refused { address: String, refusal: Refusal },
     #[error("{address} rejected: {}", rejection.message)]
     Rejected { address: String, rejection: Rejection },
-    #[error("{address}: the answer makes no sense: {what}")]
+    #[error("{address}: invalid response: {what}")]
     BadReply { address: String, what: String },
 }
 
@@ -109,7 +109,7 @@ pub struct ControllerClient {
 }
 
 impl ControllerClient {
-    /// `address` is `HOST:PORT` or `https://HOST:PORT`, looked up again for each call; the certificate is checked against the controller's
+    /// `address` is `HOST:PORT` or `https://HOST:PORT`, resolved again for each call; the certificate is checked against the controller's
     /// fixed name.
     pub fn new(identity: Identity, address: String) -> Self {
         let address = address.trim_start_matches("https://").trim_end_matches('/').to_owned();

@@ -18,7 +18,7 @@ pub struct Limits {
     pub first: Duration,
     /// Longest wait for the head of a request; also how long an idle connection is kept.
     pub head: Duration,
-    /// Longest time until a handler answers; streams may go on after that.
+    /// Longest time until a handler responds; streams may continue after that.
     pub answer: Duration,
     /// Bytes sent but not taken by the peer for this long end the connection.
     pub stalled: Duration,

@@ -103,7 +103,7 @@ impl Places {
     pub(super) fn take(&self, from: IpAddr) -> Result<Place, Full> {
         let (now, from, limits) = (Instant::now(), from.to_canonical(), &self.0.limits);
         let mut table = self.0.table.lock();
-        // A member may crowd out its own connections, but no one else's.
+        // A member may displace its own connections, but no other's.
         if table.count(|entry| entry.from == from) >= limits.per_address && !table.evict(now, |entry| entry.from == from, true) {
             return Err(Full::Address);
         }

@@ -1,5 +1,5 @@
-//! Runs a router over TLS or plain TCP. Decides when a peer took too long, and which identities are let in; a refused peer is informed. Who
-//! gets a place is decided by [`super::places`]. It never looks into a request.
+//! Runs a router over TLS or plain TCP. Decides when a peer took too long, and which identities are admitted; a refused peer gets an error.
+//! Who gets a place is decided by [`super::places`]. It never looks into a request.
 
 use std::convert::Infallible;
 use std::io;
@@ -155,7 +155,7 @@ where
     let drained = async { while running.join_next().await.is_some() {} };
     if timeout(limits.drain, drained).await.is_err() {
         tracing::debug!("connections still open after the drain time are cut");
-        // Waited for: what their handlers hold is let go by the time that this returns.
+        // Awaited, so that their handlers have released everything when this returns.
         running.shutdown().await;
     }
 }

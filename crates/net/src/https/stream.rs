@@ -20,7 +20,7 @@ pub enum StreamEnd {
     Closed(String),
     #[error("nothing was heard for {0:?}")]
     Silent(Duration),
-    #[error("a line makes no sense: {0}")]
+    #[error("invalid line: {0}")]
     BadLine(String),
 }
 

@@ -15,7 +15,7 @@ use rustls_pki_types::{CertificateDer, ServerName, UnixTime};
 use super::{Identity, IdentityError, PeerIdentity};
 use weightsync_core::protocol::{HeldVersion, Role, Statement};
 
-/// How statements are signed: every key of ours is of this kind.
+/// How statements are signed: every WeightSync key is of this kind.
 const SCHEME: SignatureScheme = SignatureScheme::ECDSA_NISTP256_SHA256;
 
 /// Longest certificate in base64.

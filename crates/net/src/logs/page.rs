@@ -1,6 +1,7 @@
 //! `/loglevel` of a status port: `GET` says what is logged, `PUT` changes it (an empty body brings the start's filter back).
 //!
-//! Answers peers on the loopback interface that ask for localhost only: anyone who may forward a port of the pod, and the pod's own containers.
+//! Answers only peers on the loopback interface that request localhost: users who may forward a port of the pod, and the pod's own
+//! containers.
 
 use std::net::SocketAddr;
 

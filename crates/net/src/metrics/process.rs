@@ -1,4 +1,4 @@
-//! What this process takes of its machine, read from `/proc/self` when somebody asks. What cannot be read is left out, never guessed.
+//! Resources of this process, read from `/proc/self` at each scrape. Values that cannot be read are left out, never guessed.
 
 use std::fmt::Error;
 
@@ -8,9 +8,9 @@ use prometheus_client::encoding::{DescriptorEncoder, NoLabelSet};
 use super::{Definition, In};
 
 const CPU: Definition = Definition::seconds("process_cpu", "Processor time that the process used");
-const MEMORY: Definition = Definition::gauge_in("process_resident_memory", In::Bytes, "Memory that the process has in use");
+const MEMORY: Definition = Definition::gauge_in("process_resident_memory", In::Bytes, "Resident memory of the process");
 const THREADS: Definition = Definition::gauge("process_threads", "Threads of the process");
-const FILES: Definition = Definition::gauge("process_open_files", "File descriptors that the process holds");
+const FILES: Definition = Definition::gauge("process_open_files", "Open file descriptors of the process");
 
 /// What is exposed of the process.
 pub const DEFINITIONS: &[Definition] = &[CPU, MEMORY, THREADS, FILES];
@@ -43,7 +43,7 @@ impl Collector for Process {
 /// Ticks of a second in `/proc`: USER_HZ, part of Linux' interface to programs on all machines that this is built for.
 const TICKS: f64 = 100.0;
 
-/// Fields 14 and 15 (utime, stime) of proc(5) `stat`; the third is the one behind the name.
+/// Fields 14 and 15 (utime, stime) of proc(5) `stat`; the third is the one after the name.
 fn processor_seconds(stat: &str) -> Option<f64> {
     let mut fields = stat.rsplit_once(')')?.1.split_whitespace().skip(14 - 3);
     let mut ticks = || fields.next()?.parse::<u32>().ok();

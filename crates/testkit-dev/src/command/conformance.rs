@@ -1,4 +1,5 @@
-//! `weightsync-dev conformance`: whether an inference server keeps the protocol that WeightSync relies on. For CI of those who make engines.
+//! `weightsync-dev conformance`: tests whether an inference server keeps the protocol that WeightSync relies on. For the CI of engine
+//! projects.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -33,40 +34,40 @@ pub struct ConformanceArgs {
     /// Environment variable that holds the server's API key.
     #[arg(long, value_name = "VARIABLE", conflicts_with = "simulator")]
     pub api_key_env: Option<String>,
-    /// Name under which it serves its model, where it is not the one that it names first.
+    /// Name under which it serves its model. Default: the first name that it reports.
     #[arg(long, value_name = "NAME", conflicts_with = "simulator")]
     pub served_model_name: Option<String>,
-    /// The checkpoint that the server was started with, under the path by which the server knows it too.
+    /// The checkpoint that the server was started with, under a path that is the same for the server.
     #[arg(long, value_name = "DIR", requires = "other", conflicts_with = "simulator")]
     pub model: Option<PathBuf>,
-    /// A checkpoint of another version of the same model, likewise.
+    /// A checkpoint of another version of the same model, with the same condition.
     #[arg(long, value_name = "DIR", requires = "model")]
     pub other: Option<PathBuf>,
-    /// UUID of the GPU of the next worker rank, for a server that is fed from GPU memory and does not name its GPUs.
+    /// UUID of the GPU of the next worker rank, for a server that is fed from GPU memory and does not report its GPUs.
     #[arg(long = "gpu", value_name = "UUID", conflicts_with = "simulator")]
     pub gpus: Vec<String>,
-    /// UUID of a GPU of this machine that leads groups which the live server's own workers join; it must be none of the server's.
+    /// UUID of a GPU of this machine for rank 0 of groups that the live server's workers join. The server must not use this GPU.
     #[arg(long, value_name = "UUID", conflicts_with = "simulator")]
     pub source_gpu: Option<String>,
-    /// NCCL's library for groups, where the right one is not found by itself: of the server's version.
+    /// NCCL's library for groups, of the server's version. Default: searched.
     #[arg(long, value_name = "FILE", env = "WEIGHTSYNC_NCCL")]
     pub nccl: Option<PathBuf>,
     /// Folder of the stand-in GPU driver, for groups of simulators.
     #[arg(long, value_name = "DIR", env = "FAKEGPU_DIR", hide = true)]
     pub fake_gpu: Option<PathBuf>,
-    /// Leave out everything but these ways of the server: groups that its own workers join.
+    /// Run only these parts: groups that the server's own workers join.
     #[arg(long, value_enum)]
     pub only: Option<Only>,
     /// Pause the live server, end its requests, and change its weights.
     #[arg(long, conflicts_with = "simulator")]
     pub destructive: bool,
-    /// Longest wait for an answer, in seconds.
+    /// Longest wait for a response, in seconds.
     #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..=3600))]
     pub timeout: u64,
-    /// How long a call that is never answered is waited for, in seconds; an update ends after that time in those cases.
+    /// Wait for a call that is never answered, in seconds; an update ends after that time in those cases.
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..=600))]
     pub silence: u64,
-    /// How to print what was found.
+    /// Output format.
     #[arg(short, long, value_enum, default_value_t)]
     pub output: Output,
 }

@@ -1,7 +1,7 @@
-//! `weightsync-dev feed`: has one engine on this machine take a checkpoint: through the memory of its GPUs, shared memory, or the directory itself.
-//! No group, no trainer, no agent.
+//! `weightsync-dev feed`: loads a checkpoint into one engine on this machine: through the memory of its GPUs, shared memory, or the
+//! directory itself. No group, no trainer, no agent.
 //!
-//! For hosts without a cluster, and to see what one engine takes on which way and how long each step lasts.
+//! For hosts without a cluster, and to measure the routes of one engine and the time of each step.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -29,15 +29,15 @@ pub enum Pause {
     Drain,
     /// They are ended.
     Abort,
-    /// They are ended; an LMDeploy that can be fed awake answers others meanwhile.
+    /// They are aborted; an LMDeploy that can be fed awake answers others meanwhile.
     AbortAwake,
-    /// Somebody else sees to them.
+    /// The caller pauses the engine.
     External,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Way {
-    /// The first of the others that the engine has.
+    /// The first of the other routes that the engine supports.
     Auto,
     /// The memory of its GPUs.
     Device,
@@ -65,13 +65,13 @@ pub struct FeedArgs {
     /// Environment variable that holds its API key.
     #[arg(long, value_name = "VARIABLE")]
     pub api_key_env: Option<String>,
-    /// UUID of the GPU of its next worker rank, given once for each; may be left out where the engine names them or one GPU is visible.
+    /// UUID of the GPU of its next worker rank, given once for each. Optional if the engine reports them or one GPU is visible.
     #[arg(long = "gpu", value_name = "UUID")]
     pub gpus: Vec<String>,
-    /// Way into the engine.
+    /// Route into the engine.
     #[arg(long, value_enum, default_value_t = Way::Auto)]
     pub way: Way,
-    /// Most shared memory, in MiB; all of the checkpoint when it is not given. At least two of the longest tensor are taken.
+    /// Most shared memory, in MiB, and at least twice the longest tensor. Default: the size of the checkpoint.
     #[arg(long, value_name = "MIB")]
     pub memory_mib: Option<u64>,
     /// Length of a bucket, in MiB.
@@ -80,34 +80,34 @@ pub struct FeedArgs {
     /// Buckets on each GPU.
     #[arg(long, default_value_t = 4)]
     pub slots: u32,
-    /// Lay the whole checkpoint onto the GPU before the engine is paused: what is measured then is the engine alone.
+    /// Copy the whole checkpoint to the GPU before the engine is paused, to measure the engine alone.
     #[arg(long)]
     pub preload: bool,
     /// Number of the version.
     #[arg(long = "version", value_name = "N", default_value_t = 1)]
     pub number: u64,
-    /// How often to do it, each time with the next number.
+    /// Number of repetitions, each with the next version number.
     #[arg(long, default_value_t = 1)]
     pub repeat: u64,
-    /// What becomes of running requests.
+    /// What happens to running requests.
     #[arg(long, value_enum, default_value_t = Pause::Abort)]
     pub pause: Pause,
-    /// Leave caches as they are.
+    /// Keep caches.
     #[arg(long)]
     pub keep_cache: bool,
-    /// Give up after so many seconds.
+    /// Longest time, in seconds.
     #[arg(long, default_value_t = 600)]
     pub timeout: u64,
     /// Directory for sockets that the engine's process sees under the same path.
     #[arg(long, value_name = "DIR")]
     pub sockets: Option<PathBuf>,
-    /// How to print what happened.
+    /// Output format.
     #[arg(long, value_enum, default_value_t)]
     pub output: Output,
 }
 
 impl FeedArgs {
-    /// Does it; exit code 1 when the engine does not hold the last version at the end.
+    /// Runs it; exit code 1 if the engine does not hold the last version at the end.
     pub fn run(self) -> anyhow::Result<ExitCode> {
         weightsync_agent::command::block_on(self.feed())
     }
@@ -169,7 +169,7 @@ impl FeedArgs {
         Ok(ExitCode::SUCCESS)
     }
 
-    /// The way that is meant.
+    /// The chosen route.
     async fn choose(&self, engine: &dyn Engine, within: Duration) -> anyhow::Result<Way> {
         if self.way != Way::Auto {
             return Ok(self.way);

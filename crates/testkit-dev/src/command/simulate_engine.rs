@@ -20,7 +20,7 @@ pub struct SimulateEngineArgs {
     /// Checkpoint to start with: a directory with safetensors files.
     #[arg(long, value_name = "DIR")]
     pub model: PathBuf,
-    /// vLLM and SGLang only: checkpoint of a model that drafts for it.
+    /// vLLM and SGLang only: checkpoint of its draft model.
     #[arg(long, value_name = "DIR")]
     pub draft: Option<PathBuf>,
     /// Address to listen on.
@@ -59,7 +59,7 @@ pub struct SimulateEngineArgs {
     /// FastDeploy only: where weights come from.
     #[arg(long, alias = "load_strategy", default_value = "ipc_snapshot", value_parser = ["ipc_snapshot", "ipc", "rsync"])]
     pub load_strategy: String,
-    /// FastDeploy only: folder with a checkpoint for each version that its transfer library would bring; without it there is no such library.
+    /// FastDeploy only: folder with a checkpoint for each version of its transfer library; without it there is no such library.
     #[arg(long, value_name = "DIR")]
     pub checkpoint_transfer: Option<PathBuf>,
     /// FastDeploy only: as with `FD_USE_GDR_CHECKPOINT_TRANSFER=1`: the library streams checkpoint tensors.
@@ -68,29 +68,29 @@ pub struct SimulateEngineArgs {
     /// FastDeploy only: as the server takes it; `ipc_address` and `gdr_mtp_chunk_size` are used.
     #[arg(long, alias = "rsync_config", value_name = "JSON", default_value = "{}")]
     pub rsync_config: String,
-    /// FastDeploy only: with a draft model next to the main one.
+    /// FastDeploy only: with a draft model in addition to the main one.
     #[arg(long)]
     pub mtp: bool,
-    /// Without checkpoint-engine next to it.
+    /// Without checkpoint-engine installed.
     #[arg(long)]
     pub no_checkpoint_engine: bool,
     /// vLLM only: started with WeightSync's own weight-transfer back end.
     #[arg(long)]
     pub weightsync_backend: bool,
-    /// vLLM only: a backend of its own for --weight-transfer-config.
+    /// vLLM only: another backend for --weight-transfer-config.
     #[arg(long, value_parser = ["nccl", "ipc"], conflicts_with = "weightsync_backend")]
     pub weight_transfer: Option<String>,
-    /// NCCL's library for the groups that its ranks join, next to the stand-in GPU driver.
+    /// NCCL's library for the groups that its ranks join, with the stand-in GPU driver.
     #[arg(long, value_name = "FILE", env = "WEIGHTSYNC_NCCL")]
     pub nccl: Option<PathBuf>,
-    /// Version of torch that the engine pretends to have, where groups differ by it: 2.15 makes groups of nccl2.
+    /// Version of torch to simulate, where groups depend on it: 2.15 makes groups of nccl2.
     #[arg(long, value_name = "MAJOR.MINOR", value_parser = parse_version)]
     pub torch: Option<(u32, u32)>,
     /// How long the engine's torch tries a store and waits in a broadcast, in seconds.
     #[arg(long, value_name = "SECONDS", default_value_t = 1800)]
     pub group_timeout: u64,
-    /// What goes wrong, as JSON, e.g. '{"loadMs":200,"rules":[{"path":"/pause","fault":{"kind":"hang"}}]}'. Can be changed later by
-    /// POST /simulator/faults.
+    /// Faults, as JSON, e.g. '{"loadMs":200,"rules":[{"path":"/pause","fault":{"kind":"hang"}}]}'. Can be changed later by POST
+    /// /simulator/faults.
     #[arg(long, value_name = "JSON", value_parser = parse_faults, default_value = "{}")]
     pub faults: Faults,
 }

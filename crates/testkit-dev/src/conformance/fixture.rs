@@ -1,7 +1,7 @@
 //! The server under test and what belongs to it: two checkpoints, its memory, its process as an adapter sees it, and its restarts.
 //!
-//! Decides how a simulated server is started for each way, and how one tells which version a server serves: a simulated one by the digest of
-//! what it holds, a live one by a completion with log-probs.
+//! Decides how a simulated server is started for each way, and how to find out which version a server serves: a simulated one by the digest
+//! of what it holds, a live one by a completion with log-probs.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
@@ -43,7 +43,7 @@ fn kill(running: &Mutex<Option<Simulator>>) {
     }
 }
 
-/// A socket at an address that it shares with others that ask to share it: two of one test fixture.
+/// A socket at an address that it shares with others that allow it: two of one test harness.
 fn bind(address: SocketAddr) -> std::io::Result<TcpSocket> {
     let socket = TcpSocket::new_v4()?;
     socket.set_reuseaddr(true)?;
@@ -205,7 +205,7 @@ impl Fixture {
         Ok(())
     }
 
-    /// An adapter for the server behind `url`, as a new life of an agent has it.
+    /// An adapter for the server at `url`, as a new incarnation of an agent has it.
     pub(super) fn adapter(&self, url: &str) -> Result<Arc<dyn Engine>, ConformanceError> {
         if let Some(port) = url.rsplit(':').next().and_then(|port| port.parse().ok()) {
             self.write_process(port)?;
@@ -282,7 +282,7 @@ impl Fixture {
         Ok(true)
     }
 
-    /// What tells a version from another: equal texts are equal weights.
+    /// Identifies the weights: equal texts are equal weights.
     pub(super) async fn serves(&self) -> Result<String, String> {
         if self.simulated.is_some() {
             let digest = self.client.call("GET /simulator/digest", None, false).await?;

@@ -1,9 +1,9 @@
 //! The same update with one call spoiled after the other: what an adapter makes of a server that dies, refuses, lies or falls silent.
 //!
-//! The law: whatever happened, no one says a version that is not served; an engine that may hold half an update is marked and never let run; what
-//! runs serves one whole version; and the same version goes in afterwards (where a server is stuck in a broadcast: once it was started again).
-//! In doubt a server may be taken for one that started again: it is fed once more then. Decides nothing about which call may fail how: all are
-//! tried.
+//! The invariant: after any fault, no report names a version that is not served. An engine that may hold half an update is marked and never
+//! resumed. A running engine serves one whole version. The same version can be installed afterwards (if a server is stuck in a broadcast:
+//! after its restart). In doubt a server may be taken for a restarted one, and is then fed again. Does not decide which call may fail how:
+//! all are tried.
 
 use std::time::Duration;
 
@@ -51,7 +51,7 @@ pub(super) async fn simulated(options: &Options, way: Way) -> Result<Vec<Row>, C
     rows.into_iter().collect()
 }
 
-/// The same on a live server: one case after the other, and no one is killed.
+/// The same on a live server: one case after the other, and no process is killed.
 pub(super) async fn live(fixture: &Fixture) -> Result<Vec<Row>, ConformanceError> {
     let part = &fixture.part("negative");
     if !fixture.has_versions() || !fixture.destructive {

@@ -91,8 +91,8 @@ fn calls(engine: &str, model: &str, has_key: bool) -> Vec<Call> {
     calls.into_iter().chain([call("GET /a-route-that-is-not-there", 404)]).collect()
 }
 
-/// The calls of a kind about groups that its own workers join: order rules and refusals, for which no group is needed. The first one is refused
-/// whatever the server is in, so that it tells whether there are such routes at all.
+/// The calls of a kind about groups that its own workers join: order rules and refusals, for which no group is needed. The first one is
+/// refused whatever the state of the server, so that it shows whether there are such routes at all.
 fn group_calls(engine: &str) -> Vec<Call> {
     match engine {
         "vllm" => vllm::group_calls(),

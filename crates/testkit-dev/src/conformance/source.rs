@@ -1,6 +1,6 @@
 //! Rank 0 of groups that a server's own workers join: a GPU worker, a store where one is wanted, and the broadcasts of an update.
 //!
-//! Decides the order: id and store are there before the server is informed of them; both ends join at once; a bucket is broadcast while the server's
+//! Decides the order: id and store exist before the server gets them; both ends join at once; a bucket is broadcast while the server's
 //! answer to it is awaited, and whichever fails ends the other; rank 0 aborts before the server is asked to leave, which is a rendezvous
 //! otherwise. A group serves one update. Never repairs one.
 
@@ -32,9 +32,9 @@ const ABORT: Duration = Duration::from_secs(20);
 /// Rank 0 waits longer than the server's answer is awaited: it is ended by that, and an engine that it left alone in a collective operation would
 /// be stuck.
 const COLLECTIVE: Duration = Duration::from_secs(60);
-/// Once the server said that it received, the broadcast ends within this long, or the server took no part in it.
+/// Once the server reported that it received, the broadcast ends within this time, or the server took no part in it.
 const AFTER_SUCCESS: Duration = Duration::from_secs(3);
-/// Step of a report that tells of the group's end.
+/// Step of a report about the group's end.
 pub(super) const LEAVE: &str = "leave";
 
 /// Who can be rank 0: workers on one GPU, one for each update at a time, used again for later ones.
@@ -108,7 +108,7 @@ impl Sources {
         Arc::new(Self { pool, leading: Mutex::default() })
     }
 
-    /// The same workers for somebody else, who leads other updates.
+    /// The same workers for another caller that leads other updates.
     pub(super) fn share(&self) -> Arc<Self> {
         Self::of(self.pool.clone())
     }
@@ -130,8 +130,8 @@ impl Sources {
         options.weight_transfer = (options.engine == "vllm").then(|| WeightTransfer::of("nccl"));
     }
 
-    /// Brings a version into an engine by a group of its own: joined, fed, left. `address` is where the engine's ranks reach this process. The
-    /// report has a step `leave` when the engine said that it left.
+    /// Brings a version into an engine by a group of its own: joined, fed, left. `address` is where the engine's ranks reach this process.
+    /// The report has a step `leave` if the engine confirmed that it left.
     ///
     /// # Errors
     ///

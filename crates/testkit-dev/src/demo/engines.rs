@@ -79,7 +79,7 @@ pub fn command(args: &DemoArgs, program: &Path, model: &Path, port: u16, gpu: Op
     (std::iter::once(vllm).chain(words).collect(), environment)
 }
 
-/// Whether WeightSync's package is installed next to vLLM.
+/// Whether WeightSync's package is installed in vLLM's environment.
 fn has_backend(venv: &Path) -> bool {
     let folders = |path: &Path| std::fs::read_dir(path).into_iter().flatten().flatten().map(|entry| entry.path());
     let is_ours = |path: PathBuf| {
@@ -123,7 +123,7 @@ impl Fresh {
 
 impl Drop for Fresh {
     fn drop(&mut self) {
-        // Reaped by no one else, so the pid is still its own.
+        // Not reaped elsewhere, so the pid is still its own.
         if let Some(group) = self.child.id().and_then(|id| i32::try_from(id).ok()).and_then(Pid::from_raw) {
             let _ = kill_process_group(group, Signal::KILL);
         }

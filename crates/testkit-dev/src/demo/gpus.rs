@@ -11,7 +11,7 @@ use weightsync_gpu::worker::{Worker, WorkerStart};
 /// A driver that has just been loaded takes seconds for eight GPUs; one that takes longer hangs.
 const PATIENCE: std::time::Duration = std::time::Duration::from_secs(30);
 
-/// A source, a replica that is killed, and one that goes on.
+/// A source, a replica that is killed, and one that continues.
 const FEWEST: usize = 3;
 
 /// UUIDs of the first `wanted` GPUs, all when it is 0.

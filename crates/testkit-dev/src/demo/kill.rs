@@ -69,12 +69,12 @@ async fn bytes_between(view: &mut watch::Receiver<MembershipView>, member: &Memb
     };
     match view.wait_for(|view| bytes(view).is_some()).await {
         Ok(view) => bytes(&view).unwrap_or_default(),
-        // The group ended: the deadline of anyone who waits says so.
+        // The group ended: the waiting caller's deadline reports it.
         Err(_) => std::future::pending().await,
     }
 }
 
-/// Waits until the group has given the epoch up, or formed a newer one; tells when.
+/// Waits until the group has ended the epoch, or formed a newer one; returns when.
 pub async fn noticed(mut view: watch::Receiver<MembershipView>, epoch: u64) -> Instant {
     let gone = view.wait_for(|view| view.epoch > epoch || view.stage != GroupStage::Committed).await.is_ok();
     if gone { Instant::now() } else { std::future::pending().await }

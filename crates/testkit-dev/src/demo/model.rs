@@ -1,4 +1,4 @@
-//! Weights of the demo: tensors of a layout, filled by a seed and a version, so that anybody can compute what a version is without keeping it.
+//! Weights of the demo: tensors of a layout, filled by a seed and a version, so that a version can be computed again instead of kept.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;

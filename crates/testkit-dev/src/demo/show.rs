@@ -1,4 +1,4 @@
-//! What the demo shows: lines and a bar for people while it runs, one JSON object for programs at its end.
+//! The output of the demo: lines and a bar on a terminal while it runs, or one JSON object at its end.
 
 use std::fmt::Display;
 use std::io::Write;
@@ -11,7 +11,7 @@ use super::DemoFault;
 use weightsync_agent::command::Output;
 use weightsync_core::protocol::{ClientReply, MemberName, PublishResult};
 
-/// A terminal that is closed takes no line: the demo ends all the same, and leaves nothing behind.
+/// A closed terminal takes no line: the demo still ends normally, and leaves no processes or files.
 fn print(line: &dyn Display) {
     let _ = writeln!(std::io::stdout(), "{line}");
 }
@@ -21,7 +21,7 @@ pub fn ms(duration: Duration) -> u64 {
     u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }
 
-/// Where lines go: standard output for people, nowhere for programs.
+/// Where lines go: standard output, or nowhere with JSON output.
 pub struct Screen {
     output: Output,
 }

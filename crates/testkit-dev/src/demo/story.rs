@@ -219,7 +219,7 @@ impl Demo {
     ) -> anyhow::Result<()> {
         let recovered = killed.at.elapsed();
         let noticed = match notices {
-            Some(notices) => tokio::time::timeout(Duration::from_secs(10), notices).await.context("no one noticed the kill")??,
+            Some(notices) => tokio::time::timeout(Duration::from_secs(10), notices).await.context("the kill was not detected")??,
             None => killed.at,
         };
         let detected = noticed.saturating_duration_since(killed.at);

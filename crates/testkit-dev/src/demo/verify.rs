@@ -28,7 +28,7 @@ impl Verifier {
         serde_json::from_str(&text).with_context(|| format!("no JSON: {text}"))
     }
 
-    /// Compares every tensor that a simulator serves with what was published; tells the first difference.
+    /// Compares every tensor that a simulator serves with what was published; returns the first difference.
     pub async fn simulator_serves(&self, port: u16, expected: &[(String, String)]) -> anyhow::Result<()> {
         let served = self.ask(self.client.get(format!("http://127.0.0.1:{port}/simulator/digest"))).await?;
         let tensors = served.get("tensors").and_then(Value::as_object).context("the simulator names no tensors")?;

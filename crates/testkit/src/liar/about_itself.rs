@@ -1,4 +1,4 @@
-//! Lies that a member tells about itself, in its events. Sends no message to others.
+//! Lies of a member about itself, in its events. Sends no message to others.
 
 use weightsync_core::protocol::{HeldVersion, MemberState, RefusedVersion, Role};
 

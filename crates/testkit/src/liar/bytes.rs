@@ -31,7 +31,7 @@ type Rest = Vec<(MemberName, String)>;
 
 /// Where a liar takes bytes.
 pub(super) struct Door {
-    /// What the others are informed.
+    /// The message to the others.
     pub(super) address: String,
     _task: AbortOnDropHandle<()>,
 }
@@ -104,7 +104,7 @@ impl Inside {
     }
 }
 
-/// Lets everybody in.
+/// Admits all peers.
 struct Anybody(Arc<Inside>);
 
 impl Admission for Anybody {
@@ -123,7 +123,7 @@ impl Admission for Anybody {
     }
 }
 
-/// What the members after it are to get.
+/// What the members after it should get.
 enum Piece {
     Bucket(BucketHeader, Bytes),
     End,

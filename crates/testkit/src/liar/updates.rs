@@ -67,7 +67,7 @@ impl Part {
         }
     }
 
-    /// Whether it tells this lie now.
+    /// Whether it sends this lie now.
     pub(super) fn tells(&self, lie: Lie) -> bool {
         *self.lie.lock() == Some(lie)
     }
@@ -150,7 +150,7 @@ struct After {
 async fn status(State(part): State<Part>, Query(After { after }): Query<After>) -> Result<Json<UpdateStatus>, Failed<Refusal>> {
     let mut changes = part.status.subscribe();
     let changed = changes.wait_for(|status| status.as_ref().is_some_and(|status| after != Some(status.sequence)));
-    // What did not change is said as it is.
+    // Unchanged parts are sent unchanged.
     let _ = tokio::time::timeout(LONG_POLL, changed).await;
     let status = part.status.borrow().clone();
     status.map(Json).ok_or_else(|| Refusal { code: RefusalCode::WrongPhase, message: "no update was open here".into() }.into())

@@ -1,4 +1,4 @@
-//! vLLM 0.32 with WeightSync's own back end in it: the four routes of a weight-transfer session, and what the workers do after them
+//! vLLM 0.32 with WeightSync's own back end in it: the four routes of a weight-transfer session, and the work of the workers
 //! (`python/weightsync/vllm.py` and `_feed.py`).
 //!
 //! Rules kept on purpose: a session must be started and can be started once; while it is open nothing can be computed; our back end fails no
@@ -121,7 +121,7 @@ async fn init(State(front): State<Arc<Front>>, Extension(backend): Extension<Opt
             Some((gpus.get(usize::try_from(rank).ok()?)?.clone(), memory.clone()))
         };
         let feeds = (0..ranks).map(|rank| Feed::connect((&socket, &token), (rank, ranks), &backend.digests, session.open, gpu(rank)));
-        // A worker that cannot connect is missed by anyone who waits for it.
+        // The waiting caller detects a worker that cannot connect.
         session.feeds = feeds.filter_map(Result::ok).collect();
         session.token = token;
     }
@@ -183,7 +183,7 @@ async fn update(State(front): State<Arc<Front>>, Extension(backend): Extension<O
     for (feed, taken) in feeds.iter().zip(taken) {
         match taken {
             Ok(()) => feed.did("updated"),
-            // Anyone who is gone is not reported.
+            // Ignore workers that are gone.
             Err(cause) => drop(feed.say(&json!({"failed": cause}))),
         }
     }

@@ -16,7 +16,7 @@ use super::model::{Generated, Token, token};
 use super::served::{LoadError, Served};
 use super::tensors::Taken;
 
-/// Weights whose last step is missing compute something else than the same weights after it.
+/// Weights without their last step compute something else than the same weights after it.
 const UNFINISHED: u128 = 1 << 100;
 
 /// Which engine's rules hold.
@@ -37,7 +37,7 @@ pub(super) enum Pause {
     All,
 }
 
-/// What a load that failed left behind.
+/// What a failed load left.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Leftover {
     Nothing,
@@ -68,7 +68,7 @@ pub(super) struct State {
     pub(super) sleep: (u8, u64),
     /// The core broke down; the server will end.
     pub(super) dead: bool,
-    /// Replies of the second worker that no one has read, for an executor that loses its place in them.
+    /// Unread replies of the second worker, for an executor that loses its place in them.
     pub(super) late: Option<VecDeque<Result<(), String>>>,
     /// Calls so far, `METHOD /path?query`, the simulator's own left out.
     pub(super) calls: Vec<String>,
@@ -150,7 +150,7 @@ impl Core {
         Ok(Generated { tokens, aborted: false })
     }
 
-    /// Changes the state and wakes anyone who waits for it.
+    /// Changes the state and wakes all waiting tasks.
     pub(super) fn change<T>(&self, change: impl FnOnce(&mut State) -> T) -> T {
         let result = change(&mut self.state());
         self.changed.send_replace(());
@@ -182,7 +182,7 @@ impl Core {
         }
     }
 
-    /// Computes the KV of every request again before its next token.
+    /// Recomputes the KV of every request before its next token.
     pub(super) fn preempt_all(&self) {
         self.change(|state| {
             for request in state.requests.values_mut() {

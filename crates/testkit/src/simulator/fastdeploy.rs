@@ -45,7 +45,7 @@ pub struct FastdeployOptions {
     /// `FD_ENABLE_V1_UPDATE_WEIGHTS`: the legacy routes pause and resume by themselves.
     pub v1_update_weights: bool,
     pub graphs: bool,
-    /// Whether a draft model (MTP) runs next to the main one.
+    /// Whether a draft model (MTP) runs in addition to the main one.
     pub mtp: bool,
     /// Folder with a checkpoint for each version that a trainer published by `checkpoint_transfer`. None: the library is not installed.
     pub transfer: Option<PathBuf>,
@@ -87,7 +87,7 @@ struct Memory {
     cache_sleeps: bool,
     graphs: bool,
     mtp_cache: bool,
-    /// How often caches were built again, and graphs captured again.
+    /// How often caches were rebuilt, and graphs captured again.
     rebuilt: u32,
     recaptured: u32,
     /// Parameters that hold nothing.
@@ -315,7 +315,7 @@ async fn update_weights(State(front): State<Arc<Front>>, Extension(state): Share
     control("update_weights", within(state.options.worker_timeout, work).await)
 }
 
-/// What the workers do goes on after the engine's own patience.
+/// The workers continue after the engine's own limit.
 async fn within<T: Send + 'static>(limit: Duration, work: impl Future<Output = Result<T, String>> + Send + 'static) -> Result<T, String> {
     let working = tokio::spawn(work);
     match tokio::time::timeout(limit, working).await {

@@ -13,11 +13,11 @@ pub struct Faults {
     pub rules: Vec<FaultRule>,
     /// A lie about loading.
     pub load: Option<LoadFault>,
-    /// Rank on which `load` happens. SGLang tells of errors on rank 0 alone.
+    /// Rank on which `load` happens. SGLang reports errors of rank 0 only.
     pub load_rank: u32,
     /// How far SGLang's device is behind its answers, in ms, where a tensor is read out of our memory; 20 at least.
     pub behind_ms: u64,
-    /// The engine has a `/dev/shm` of its own: it tells no one by torch's counters that it has read a tensor.
+    /// The engine has a `/dev/shm` of its own: torch's counters do not show that it has read a tensor.
     pub blind_to_counters: bool,
     /// Time by which FastDeploy's worker is late, in ms, with the answer to the message that ends an update: the reply to the server's call comes first.
     pub last_answer_ms: u64,
@@ -86,7 +86,7 @@ impl Fault {
     }
 }
 
-/// A lie about loading, reported with the answer of a load that went well.
+/// A false report about loading, with the response of a successful load.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum LoadFault {

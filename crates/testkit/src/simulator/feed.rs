@@ -1,4 +1,4 @@
-//! One simulated worker on the socket of its agent (`python/weightsync/_feed.py`): takes what it is reported, checks every digest over the bytes
+//! One simulated worker on the socket of its agent (`python/weightsync/_feed.py`): receives messages, checks every digest over the bytes
 //! that it finds, and hands it on in order.
 //!
 //! Decides whether what it was informed makes sense, as the real one does. It reads memory of the host each time that it is asked, so a place that
@@ -33,12 +33,12 @@ const FIRST_WORD: Duration = Duration::from_secs(60);
 #[derive(Debug, Clone, Deserialize)]
 pub(super) struct Place(String, String, Vec<u64>, u64, u64, String);
 
-/// Tensors that were informed of together.
+/// Tensors that were announced together.
 #[derive(Debug, Clone, Deserialize)]
 pub(super) struct Reported {
     pub(super) sequence: u32,
     pub(super) copy: bool,
-    /// For the draft model, which comes after the model.
+    /// For the draft model, which follows the model.
     #[serde(default)]
     pub(super) draft: bool,
     pub(super) tensors: Vec<Place>,
@@ -172,7 +172,7 @@ impl Feed {
         reported.tensors.iter().map(tensor).collect::<Result<Vec<_>, _>>().map(Some)
     }
 
-    /// Says that a step of the session was taken; anyone who is gone is not reported.
+    /// Reports that a step of the session was taken; does nothing if the agent is gone.
     pub(super) fn did(&self, step: &str) {
         let _reported = self.say(&json!({"did": step}));
     }
@@ -210,7 +210,7 @@ impl Listener {
     fn run(mut self, to_engine: &mpsc::UnboundedSender<Arrived>) -> Result<(), String> {
         let outcome = self.listen(to_engine);
         if let Err(cause) = &outcome {
-            // Anyone who is gone is not reported.
+            // Do nothing if the agent is gone.
             let _reported = say(&self.socket, &json!({"failed": cause}));
         }
         outcome

@@ -60,7 +60,7 @@ impl GroupOptions {
 /// Why a step of a group did not go to its end.
 #[derive(Debug)]
 pub(super) enum Trouble {
-    /// The engine goes on and says this.
+    /// The engine continues and responds with this.
     Raised(String),
     /// The rank's process is gone, or torch's watchdog ended it, and the engine with it.
     Dead(String),

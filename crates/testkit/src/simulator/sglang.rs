@@ -31,12 +31,12 @@ pub(super) fn guarded(path: &str) -> bool {
 }
 
 struct Flags {
-    /// Whether somebody's `/health` failed since the last one that succeeded.
+    /// Whether a `/health` call failed since the last one that succeeded.
     unhealthy: AtomicBool,
     health_timeout: Duration,
 }
 
-/// The tokenizer's `is_pause_cond`: anyone who pauses or goes on waits for an update that runs while the server is paused.
+/// The tokenizer's `is_pause_cond`: a pause or resume waits for an update that runs while the server is paused.
 #[derive(Clone, Default)]
 pub(super) struct PauseCondition(pub(super) Arc<tokio::sync::Mutex<()>>);
 
@@ -201,7 +201,8 @@ async fn update_weights_from_disk(State(front): State<Arc<Front>>, body: Bytes) 
     }
 }
 
-/// checkpoint-engine's workers; needs the package next to the server. No session, and the caches are flushed unless the call says otherwise.
+/// checkpoint-engine's workers; needs the package in the server's environment. No session, and the caches are flushed unless the call
+/// forbids it.
 async fn update_weights_from_ipc(State(front): State<Arc<Front>>, Extension(gpus): Extension<GpuOptions>, body: Bytes) -> Response {
     let body = match object(&body) {
         Ok(body) => body,

@@ -65,7 +65,7 @@ fn is_nan(dtype: Dtype, element: &[u8]) -> bool {
     }
 }
 
-/// A one-dimensional tensor on somebody's storage.
+/// A one-dimensional tensor on a given storage.
 #[derive(Debug)]
 pub(super) struct Rebuilt {
     memory: Opened,

@@ -76,18 +76,18 @@ impl Client {
         self.ask("add", &Request::Add(key.as_bytes(), delta), async |socket| array(socket).await.map(i64::from_le_bytes)).await
     }
 
-    /// Sets `desired` where the value is `expected` (or there is none, and `expected` is empty); gives what is there then.
+    /// Sets `desired` if the value is `expected` (or there is none, and `expected` is empty); returns the resulting value.
     pub async fn compare_set(&mut self, key: &str, expected: &[u8], desired: &[u8]) -> Result<Vec<u8>, StoreError> {
         self.ask("compare and set", &Request::CompareSet(key.as_bytes(), expected, desired), blob).await
     }
 
-    /// Whether all keys are there.
+    /// Whether all keys exist.
     pub async fn check(&mut self, keys: &[&str]) -> Result<bool, StoreError> {
         let keys = keys.iter().map(|key| key.as_bytes()).collect();
         self.ask("check", &Request::Check(keys), async |socket| Ok(array(socket).await? == [READY])).await
     }
 
-    /// Waits until a key is there, up to `within`; then the wait is taken back.
+    /// Waits until a key exists, up to `within`; then the wait is cancelled.
     pub(super) async fn wait(&mut self, key: &str, within: Duration) -> Result<(), StoreError> {
         let what = "wait";
         let mut message = Vec::new();
@@ -116,7 +116,7 @@ impl Client {
         }
     }
 
-    /// Waits until a key is there, then reads it: what torch's `get` does.
+    /// Waits until a key exists, then reads it, as torch's `get` does.
     pub async fn get(&mut self, key: &str, within: Duration) -> Result<Vec<u8>, StoreError> {
         self.wait(key, within).await?;
         self.ask("get", &Request::Get(key.as_bytes()), blob).await

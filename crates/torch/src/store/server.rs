@@ -36,7 +36,7 @@ pub struct Server {
 
 struct Shared {
     state: Mutex<State>,
-    /// Something came that somebody may wait for here.
+    /// Something arrived that a local caller may wait for.
     changed: watch::Sender<()>,
     admitted: Box<dyn Fn(IpAddr) -> bool + Send + Sync>,
 }
@@ -44,7 +44,7 @@ struct Shared {
 #[derive(Default)]
 struct State {
     table: Table,
-    /// Where the end of a client's wait is reported.
+    /// Channel for the end of a client's wait.
     wakes: HashMap<ClientId, mpsc::UnboundedSender<()>>,
     next: ClientId,
 }
@@ -105,7 +105,8 @@ impl Server {
         self.shared.state.lock().table.get(key.as_bytes()).map(<[u8]>::to_vec)
     }
 
-    /// Ranks that have connected, said hello (added to [`super::HELLO`]) and are still connected. The server's own process is none of them.
+    /// Ranks that have connected, announced themselves (added to [`super::HELLO`]) and are still connected, without the server's own
+    /// process.
     pub fn clients(&self) -> usize {
         self.shared.state.lock().table.hellos()
     }
@@ -115,7 +116,7 @@ impl Server {
         self.shared.state.lock().table.readers(key.as_bytes())
     }
 
-    /// Waits until that many ranks have said hello.
+    /// Waits until that many ranks have announced themselves.
     pub async fn wait_for_clients(&self, clients: usize, within: Duration) -> Result<(), StoreError> {
         let end = Instant::now() + within;
         let mut changed = self.shared.changed.subscribe();

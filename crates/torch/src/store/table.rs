@@ -55,12 +55,12 @@ impl Table {
         self.values.get(key).map(Vec::as_slice)
     }
 
-    /// Whether a client said torch's first word.
+    /// Whether a client sent torch's first message.
     pub(super) fn greeted(&self, client: ClientId) -> bool {
         self.greeted.contains(&client)
     }
 
-    /// Ranks that connected and said so.
+    /// Ranks that connected and announced themselves.
     pub(super) fn hellos(&self) -> usize {
         self.hello.len()
     }
@@ -76,7 +76,7 @@ impl Table {
         self.hello.remove(&client);
     }
 
-    /// Carries a request out; the reply to the client goes after `reply`, and those who come to the end of their waits are given back.
+    /// Executes a request; appends the reply to `reply`, and returns the clients whose wait ended.
     pub(super) fn apply(&mut self, client: ClientId, request: &Request<'_>, reply: &mut Vec<u8>) -> Result<Vec<ClientId>, Refusal> {
         if !self.greeted.contains(&client) {
             let Request::Validate(super::wire::MAGIC) = request else { return Err(Refusal::NoGreeting) };

@@ -1,6 +1,6 @@
 //! The file of a report: an uncompressed tar (POSIX ustar) that every system's own `tar` reads. Only its maker may read it.
 //!
-//! Decides how names and texts lie in the file. It never changes them, and never writes over a file that is there.
+//! Decides the format of names and texts in the file. It never changes them, and never overwrites a file.
 
 use std::fs::{File, OpenOptions};
 use std::io::Write as _;
@@ -23,7 +23,7 @@ pub(super) struct Archive {
 }
 
 impl Archive {
-    /// Makes the file, with its time in seconds since 1970; one that is there stays as it is.
+    /// Creates the file, with its time in seconds since 1970. Fails if it exists.
     pub(super) fn create(path: &Path, made: i64) -> std::io::Result<Self> {
         let file = OpenOptions::new().create_new(true).write(true).mode(0o600).open(path)?;
         Ok(Self { file, made: format!("{:011o}", made.max(0)) })
@@ -37,7 +37,7 @@ impl Archive {
         if size.len() > DIGITS {
             bail!("{name} has {} bytes, more than a tar file can hold", text.len());
         }
-        // The sum is that of the block with spaces in the sum's place.
+        // The checksum is computed with spaces in its own field.
         let sum: u32 = header(name, &size, &self.made, "        ").iter().copied().map(u32::from).sum();
         self.file.write_all(&header(name, &size, &self.made, &format!("{sum:06o}\0 ")))?;
         self.file.write_all(text.as_bytes())?;

@@ -1,7 +1,6 @@
-//! What a report copies of objects of the cluster: the fields that this file names, and no other.
+//! The fields of cluster objects that a report copies: those listed here, and no others.
 //!
-//! Decides by name what may leave a cluster. A field that is not named here stays there, whatever it holds: it looks for no secrets, and
-//! takes nothing out of a text. Pure.
+//! Decides by field name what may leave a cluster. It does not search texts for secrets. Pure.
 
 use k8s_openapi::api::apps::v1::Deployment;
 use k8s_openapi::api::core::v1::{ContainerState, Pod};
@@ -12,7 +11,7 @@ use serde_json::{Map, Value, json};
 use crate::api::{NCCL_ENV, WeightSync};
 use crate::controller::REPORTER;
 
-/// What a report says of itself.
+/// What a report never contains, written into it.
 pub(super) const NOT_COLLECTED: [&str; 6] = [
     "objects other than WeightSync objects, their Events, pods that take part, and the operator's Deployment and pods; never a Secret",
     "of every object: annotations, managed fields, and labels outside weightsync.dev/",
@@ -22,9 +21,9 @@ pub(super) const NOT_COLLECTED: [&str; 6] = [
     "of logs: lines that no program of WeightSync wrote, what GPU workers print, and fields that the report does not name",
 ];
 
-/// What the reader of a report must know of the texts in it.
+/// A note for readers about the texts in a report.
 pub(super) const CAUTION: &str =
-    "messages and errors are WeightSync's own texts; one of them may quote what an engine answered or a GPU worker printed";
+    "messages and errors are WeightSync's own texts; one of them may quote an engine's response or a GPU worker's output";
 
 const OUR_LABELS: &str = "weightsync.dev/";
 
@@ -46,7 +45,7 @@ const STATE_OBJECT: [&str; 14] = [
     "updates",
 ];
 
-/// A WeightSync object: all of its spec and status that the API knows, but the canary's prompt.
+/// A WeightSync object: all known fields of spec and status, without the canary's prompt.
 pub(super) fn object(object: &WeightSync) -> Value {
     let mut spec = object.spec.clone();
     if let Some(canary) = &mut spec.canary {
@@ -77,7 +76,7 @@ pub(super) fn event(event: &Event) -> Option<Value> {
     })
 }
 
-/// A pod: where it runs, and how it and its containers stand.
+/// A pod: its node, and the state of the pod and its containers.
 pub(super) fn pod(pod: &Pod) -> Value {
     let status = pod.status.as_ref();
     let conditions = status.and_then(|status| status.conditions.as_ref()).into_iter().flatten().map(|condition| {
@@ -111,7 +110,7 @@ pub(super) fn deployment(deployment: &Deployment) -> Value {
     })
 }
 
-/// The JSON behind the controller's web page, of the objects that are asked for; none if it is no such JSON.
+/// The JSON of the controller's web page, for the requested objects; `None` if it is other JSON.
 pub(super) fn state(text: &str, wanted: impl Fn(&str, &str) -> bool) -> Option<Value> {
     let mut state: Map<String, Value> = serde_json::from_str(text).ok()?;
     state.retain(|name, _| STATE.contains(&name.as_str()));

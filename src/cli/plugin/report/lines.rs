@@ -1,13 +1,13 @@
-//! What a report copies of logs and metrics: lines that our own programs wrote, and of each log line the fields that this file names.
+//! What a report copies of logs and metrics: lines of WeightSync's own programs, and the fields of them that are listed here.
 //!
-//! Decides line by line, also in a log that an engine or trainer shares with its agent (`Wrap`). It copies no line that it cannot read, and
-//! never looks for secrets in a text. Pure.
+//! Decides line by line, also in a log that an engine or trainer shares with its agent (`Wrap`). It copies no line that it cannot parse,
+//! and never searches a text for secrets. Pure.
 
 use serde::Serialize;
 use serde_json::{Map, Value};
 use weightsync_net::logs::is_ours;
 
-/// Fields of our log lines that are copied: numbers, names, addresses, words of closed lists, and our own texts of why.
+/// Fields of WeightSync's log lines that are copied: numbers, names, addresses, values of closed lists, and WeightSync's own messages.
 const FIELDS: [&str; 62] = [
     "address",
     "agent",
@@ -86,7 +86,7 @@ struct Line {
     fields: Map<String, Value>,
 }
 
-/// A log's lines that are ours, and how many are not.
+/// WeightSync's lines of a log, and the number of other lines.
 pub(super) fn log(text: &str) -> (String, usize) {
     let (mut kept, mut left_out) = (String::new(), 0);
     for line in text.lines() {
@@ -101,7 +101,7 @@ pub(super) fn log(text: &str) -> (String, usize) {
     (kept, left_out)
 }
 
-/// Series of ours in a page of metrics.
+/// WeightSync's series in a page of metrics.
 pub(super) fn metrics(text: &str) -> String {
     let is_ours = |line: &&str| {
         let described = line.strip_prefix("# ").and_then(|line| line.split_once(' ')).map(|(_, series)| series);

@@ -29,7 +29,7 @@ fn the_version_that_is_meant_must_be_kept_by_somebody() {
     assert_eq!(choose(&kept, Some(4)).unwrap(), 4);
     assert_eq!(choose(&kept, Some(7)).unwrap(), 7);
     let error = choose(&kept, Some(6)).unwrap_err().to_string();
-    assert!(error.contains("no one keeps version 6") && error.contains("4, 5, 7") && error.contains("keep: 2"), "{error}");
+    assert!(error.contains("no member keeps version 6") && error.contains("4, 5, 7") && error.contains("keep: 2"), "{error}");
     let canary = json!({"membership": {"keep": 2}, "canary": {"prompt": "p", "minLogProb": -4}});
     let refused = object(&canary, &json!({"version": 7, "members": members, "refused": [5]}));
     assert_eq!(choose(&refused, None).unwrap(), 4, "what the canary refused is passed over");

@@ -124,7 +124,7 @@ async fn ranks_with_another_group_name_end_at_the_deadline() {
     install.open().await.unwrap();
     let bucket = job.layout.buckets().next().unwrap();
     let error = install.bucket(DeviceBucket { bucket, places: Vec::new(), sums: Vec::new() }).await.unwrap_err();
-    assert!(error.to_string().contains("no answer within"), "{error}");
+    assert!(error.to_string().contains("did not respond within"), "{error}");
     assert_eq!(fixture.store.readers(&nccl_id_keys("default_pg")[0]), 0);
     assert!(fixture.serves(&model(0)).await, "nothing was written");
     // A new group of another name heals it, once the engine's torch has given up.

@@ -55,7 +55,7 @@ fn kept_version_is_sent_to_all_and_counts_when_enough_serve() {
     assert_eq!(commit.feeder, Some(name(1)));
     let view = desk.membership.view();
     assert_eq!((version(&desk), view.ready, view.wanted), (Some(2), 2, Some(held(1))), "those that were not taken back yet serve on");
-    assert!(desk.member(2).message.contains("until it is taken to version 1"), "{}", desk.member(2).message);
+    assert!(desk.member(2).message.contains("until it is switched to version 1"), "{}", desk.member(2).message);
 
     installs(&mut desk, 1, 1);
     assert_eq!(version(&desk), Some(1), "minReady is 1");

@@ -42,7 +42,7 @@ fn rollout_that_calls_itself_a_source_is_not_preferred() {
     desk.tell(0, |state| state.retained = None);
     let decisions = desk.tell(2, |state| state.role = Role::Source);
     desk.obey(decisions);
-    assert_named(&desk, "it calls itself a source and is a rollout");
+    assert_named(&desk, "it claims to be a source and is a rollout");
     let decisions = desk.lose(0);
     desk.obey(decisions);
     desk.reborn(0, 2);
@@ -145,7 +145,7 @@ fn assert_named(desk: &Desk, claim: &str) {
 #[test]
 fn invented_higher_version_is_named_and_fed_over() {
     let mut desk = lied_to(99, policy());
-    assert_named(&desk, "it says that it holds version 99, which no source announced");
+    assert_named(&desk, "it claims to hold version 99, which no source announced");
     assert_eq!(desk.member(2).standing, MemberStanding::Behind);
     desk.stated = Some(1);
     desk.tell(2, |state| (state.installed, state.retained) = (Some(held(3)), Some(held(3))));

@@ -66,7 +66,7 @@ fn a_container_without_a_gpu_says_what_is_missing() {
     let none = SharingFacts { gpu_files: Vec::new(), control_file: false, gpus: Err("no NVIDIA driver".into()), ..wrapped() };
     assert!(refused(&none, &["no /dev/nvidia0", "agent.launch: Wrap"]).no_gpu());
     let control = SharingFacts { control_file: true, ..none.clone() };
-    refused(&control, &["/dev/nvidiactl is there, but no /dev/nvidia0"]);
+    refused(&control, &["/dev/nvidiactl exists, but no /dev/nvidia0"]);
     let mut void = none.clone();
     void.agent.nvidia_visible_devices = Some("void".into());
     refused(&void, &["NVIDIA_VISIBLE_DEVICES is \"void\""]);

@@ -83,7 +83,7 @@ pub enum WorkerAnswer {
         name: String,
     },
     Stats {
-        /// Free memory of the GPU, anyone who uses the rest. 0 before `Open`.
+        /// Free memory of the GPU. 0 before `Open`.
         gpu_free_bytes: u64,
         /// Memory of the GPU. 0 before `Open`.
         gpu_total_bytes: u64,

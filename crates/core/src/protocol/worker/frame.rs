@@ -17,7 +17,7 @@ pub struct Opaque<const N: usize>(pub [u8; N]);
 /// `CUipcMemHandle` or `CUipcEventHandle`: 64 bytes that another process on the same host opens. It names a whole allocation.
 pub type IpcHandle = Opaque<64>;
 
-/// `ncclUniqueId`: anyone who has it can join the group. Secret.
+/// `ncclUniqueId`: any process that has it can join the group. Secret.
 pub type NcclId = Opaque<128>;
 
 impl<const N: usize> fmt::Debug for Opaque<N> {
@@ -57,7 +57,7 @@ impl<'de, const N: usize> Deserialize<'de> for Opaque<N> {
 pub enum WorkerFrameError {
     #[error("a frame of {bytes} bytes is longer than {MAX_WORKER_FRAME}")]
     TooLong { bytes: u64 },
-    #[error("a frame makes no sense: {cause}")]
+    #[error("a frame is invalid: {cause}")]
     Nonsense { cause: String },
 }
 

@@ -127,7 +127,7 @@ impl Checkpoint {
         Ok(checkpoint)
     }
 
-    /// This checkpoint of a model with that of its draft model after it, whose tensors are of the section [`Section::Draft`] then.
+    /// This checkpoint of a model followed by that of its draft model, whose tensors then have the section [`Section::Draft`].
     #[must_use]
     pub fn with_draft(mut self, draft: Self) -> Self {
         let files = self.files.len();

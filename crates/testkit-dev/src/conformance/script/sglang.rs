@@ -60,7 +60,7 @@ pub(super) fn group_calls() -> Vec<Call> {
         refused("POST /update_weights_from_distributed").body(update.clone()).disturbs(),
         call("POST /begin_weight_update", 200).body(json!({})).field("/success", json!(true)).disturbs(),
         refused("POST /begin_weight_update").body(json!({})).disturbs(),
-        // A group that no one joined.
+        // A group without members.
         refused("POST /update_weights_from_distributed").body(update).disturbs(),
         call("POST /end_weight_update", 200).body(json!({})).field("/success", json!(true)).disturbs(),
         refused("POST /end_weight_update").body(json!({})).disturbs(),

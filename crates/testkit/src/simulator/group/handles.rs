@@ -28,7 +28,7 @@ use weightsync_core::weights::Dtype;
 use weightsync_torch::counter::SHARED_MEMORY;
 use weightsync_torch::pickle::Value as Pickled;
 
-/// How far the device is behind the answer.
+/// How much later than the response the device reads.
 const BEHIND: Duration = Duration::from_millis(20);
 
 /// What one rank will read.
@@ -62,7 +62,7 @@ pub(in super::super) async fn update(
     .await
 }
 
-/// Opens what every rank is informed of, and leaves the reading to the device.
+/// Opens the memory for every rank, and leaves the reading to the device.
 fn begin_to_read(front: Arc<Front>, state: &SglangGroups, body: &Value) -> Result<Vec<Taken>, Trouble> {
     let counted = !front.core.state().faults.blind_to_counters;
     let named = named(state.ranks(), body, counted).map_err(Trouble::Dead)?;

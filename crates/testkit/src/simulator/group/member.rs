@@ -117,7 +117,7 @@ impl Member {
         let State::Joined(group) = self.state else { return Ok(()) };
         let folder = self.ranks.memory.groups();
         let lock_file = |rank: u32| folder.as_ref().map(|folder| folder.join(format!("{}.{rank}", group.name)));
-        // From here on no one waits for this one.
+        // From here on no member waits for this one.
         let _gone = lock_file(self.rank).map(std::fs::remove_file);
         let others: Vec<PathBuf> = (0..self.world).filter(|rank| *rank != self.rank).filter_map(lock_file).collect();
         while others.iter().any(|lock_file| is_taken(lock_file)) {

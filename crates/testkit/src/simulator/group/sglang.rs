@@ -28,7 +28,7 @@ const DEFAULT_NAME: &str = "weight_update_group";
 pub(in super::super) struct SglangGroups {
     groups: TorchGroups,
     session: parking_lot::Mutex<Option<Session>>,
-    /// What the device still has to read, after answers that were given.
+    /// What the device still has to read after the responses.
     reading: parking_lot::Mutex<Vec<tokio::task::JoinHandle<()>>>,
 }
 
