@@ -2,9 +2,9 @@
 
 A thread takes what the agent says and checks every tensor's digest over the shared bytes while the engine still serves; the engine's own
 thread takes what was checked, in order, when it loads. Buckets in memory of the worker's GPU it copies and checks itself (`_gpu_feed`).
-Decides whether what was informed is a whole version. It never maps memory so that a loader which writes into what it is given changes it for
-others, never says that a place may be used again before no one looks into it (an engine may keep views of tensors until a whole layer is
-there), and never reads pickle.
+Decides whether the announced buckets are a whole version. It never maps memory so that a loader which writes into what it is given changes
+it for others, never says that a place may be used again while anyone looks into it (an engine may keep views of tensors until a whole layer
+is there), and never reads pickle.
 """
 
 from __future__ import annotations
