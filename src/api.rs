@@ -35,8 +35,8 @@ pub use pool::{Engine, EngineServer, Fastdeploy, Head, Lmdeploy, OrderBy, Pool, 
 pub use selector::{PodSelector, SelectorOperator, SelectorRequirement};
 pub use spec::{Delivery, Trainer, TrainerOrder, TrainerOrderBy, WeightSync, WeightSyncSpec};
 pub use status::{
-    ConditionType, EdgeStatus, EdgeVerdict, LONGEST_REQUEST, LastUpdate, MAX_MEMBERS, MemberStateName, MemberStatus, PREFLIGHT_ANNOTATION,
-    PhaseTime, PreflightStatus, ReplicaCount, TrainerStatus, TransportStatus, WeightSyncStatus,
+    ConditionType, EdgeStatus, EdgeVerdict, GdrDevices, GdrStatus, LONGEST_REQUEST, LastUpdate, MAX_MEMBERS, MemberStateName, MemberStatus,
+    PREFLIGHT_ANNOTATION, PhaseTime, PreflightStatus, ReplicaCount, TrainerStatus, TransferStatus, TransportStatus, WeightSyncStatus,
 };
 pub use validate::{Problem, validate};
 

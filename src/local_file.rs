@@ -90,6 +90,7 @@ impl TransportFile {
             wish,
             slot_bytes: u64::from(number(nccl.bucket_mib)) << 20,
             slots: number(nccl.buffers),
+            allow_tcp: nccl.allow_tcp.unwrap_or(false),
             environment: nccl.env,
             ..TransportPolicy::default()
         }

@@ -65,6 +65,8 @@ impl Agent {
             healthy: true,
             wedged: false,
             paused_until: None,
+            received: None,
+            fabric: None,
             mixed: Vec::new(),
             preflight: None,
             reason: None,

@@ -138,6 +138,7 @@ impl WeightSyncSpec {
             wish,
             slot_bytes: u64::from(count(nccl.bucket_mib.unwrap_or(0))) << 20,
             slots: count(nccl.buffers.unwrap_or(0)),
+            allow_tcp: nccl.allow_tcp.unwrap_or(false),
             environment: nccl.env,
             ..TransportPolicy::default()
         };

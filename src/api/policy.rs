@@ -89,6 +89,11 @@ pub struct Nccl {
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     #[schemars(schema_with = "nccl_env")]
     pub env: BTreeMap<String, String>,
+
+    /// Whether broadcasts may pass TCP sockets between hosts although a member has an RDMA device. Without it such a member is refused, with the
+    /// cause. Members without an RDMA device are never refused for it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub allow_tcp: Option<bool>,
 }
 
 /// NCCL settings that an object may set. None of them loads code, reads or writes files, or affects anything outside the group.

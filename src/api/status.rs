@@ -340,6 +340,14 @@ pub struct MemberStatus {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub paused_until: Option<Time>,
 
+    /// How the last version came that it received, as it measured it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub last_transfer: Option<TransferStatus>,
+
+    /// What it reads the memory of others with, where the transport is `gdr`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gdr: Option<GdrStatus>,
+
     /// Reason of the state, from the closed list.
     #[schemars(length(min = 1, max = 64))]
     pub reason: String,
@@ -348,6 +356,76 @@ pub struct MemberStatus {
     #[serde(default, skip_serializing_if = "String::is_empty")]
     #[schemars(length(max = 1024))]
     pub message: String,
+}
+
+/// How the bytes of a version came to a member.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct TransferStatus {
+    /// The version.
+    pub version: i64,
+
+    /// The member that sent it: the one before in the chain, the one whose memory was read, or over NCCL the source.
+    #[schemars(length(min = 1, max = 384))]
+    pub from: String,
+
+    /// How the bytes travelled: `tcp`, `nccl` or `gdr`. Joiners receive over `tcp`, whatever the group uses.
+    #[schemars(length(max = 32))]
+    pub transport: String,
+
+    /// Bytes received.
+    pub bytes: i64,
+
+    /// Time from the first byte to the last. It includes waits for the sender.
+    pub milliseconds: i64,
+
+    /// Bytes a second in that time.
+    pub bytes_per_second: i64,
+}
+
+/// What a member reads the memory of others with.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct GdrStatus {
+    /// File of NIXL's library.
+    #[schemars(length(max = 512))]
+    pub library: String,
+
+    /// Version of NIXL, where the file belongs to a package.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(length(max = 64))]
+    pub version: Option<String>,
+
+    /// NIXL's plugin.
+    #[schemars(length(max = 64))]
+    pub plugin: String,
+
+    /// Transports that the plugin may use, by UCX's names; at most 16.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 16), inner(length(max = 64)))]
+    #[x_kube(merge_strategy = ListMerge::Atomic)]
+    pub transports: Vec<String>,
+
+    /// Network devices by the memory that they serve; at most 16.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 16))]
+    #[x_kube(merge_strategy = ListMerge::Map(vec!["memory".into()]))]
+    pub devices: Vec<GdrDevices>,
+}
+
+/// Network devices that serve the buffers of one GPU, or those in host memory.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct GdrDevices {
+    /// UUID of the GPU, or `host`.
+    #[schemars(length(min = 1, max = 64))]
+    pub memory: String,
+
+    /// Devices and ports, e.g. `mlx5_0:1`; at most 16.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 16), inner(length(max = 64)))]
+    #[x_kube(merge_strategy = ListMerge::Atomic)]
+    pub names: Vec<String>,
 }
 
 /// State of a member.

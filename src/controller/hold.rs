@@ -45,6 +45,8 @@ fn member(member: &MemberStatus) -> MemberStatus {
             version: None,
             retained: Vec::new(),
             paused_until: None,
+            last_transfer: None,
+            gdr: None,
             reason: String::new(),
             message: String::new(),
             ..member.clone()

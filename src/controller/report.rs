@@ -9,11 +9,14 @@ use super::decide::Decided;
 use super::events::cut;
 use super::object::Unreadable;
 use crate::api::{
-    ConditionType, EdgeStatus, EdgeVerdict, LONGEST_REQUEST, LastUpdate, MAX_MEMBERS, MemberStateName, MemberStatus, PhaseTime,
-    PreflightStatus, ReplicaCount, TrainerStatus, TransportStatus, WeightSync, WeightSyncStatus,
+    ConditionType, EdgeStatus, EdgeVerdict, GdrDevices, GdrStatus, LONGEST_REQUEST, LastUpdate, MAX_MEMBERS, MemberStateName, MemberStatus,
+    PhaseTime, PreflightStatus, ReplicaCount, TrainerStatus, TransferStatus, TransportStatus, WeightSync, WeightSyncStatus,
 };
 use weightsync_core::membership::{GroupStage, MemberStanding, MemberView, MembershipView};
-use weightsync_core::protocol::{Arrangement, EdgeOutcome, EdgeReport, MOST_EDGES, MemberName, PreflightReport, Reason, Role, UpdateView};
+use weightsync_core::protocol::{
+    Arrangement, EdgeOutcome, EdgeReport, GpuDevices, MOST_EDGES, MemberFabric, MemberName, PreflightReport, Reason, Received, Role,
+    UpdateView,
+};
 
 /// Longest message of a member, in bytes.
 const MEMBER_MESSAGE: usize = 1024;
@@ -21,6 +24,10 @@ const MEMBER_MESSAGE: usize = 1024;
 const CONDITION_MESSAGE: usize = 2048;
 /// Longest reason of a transport, in bytes.
 const TRANSPORT_REASON: usize = 1024;
+/// Name of host memory among the places that network devices serve.
+const HOST_MEMORY: &str = "host";
+/// Longest name of a member, in bytes.
+const LONGEST_NAME: usize = 384;
 /// Longest name of a node, in bytes.
 const LONGEST_NODE: usize = 253;
 /// Pods of one member that are listed.
@@ -417,7 +424,33 @@ fn member(member: &MemberView) -> MemberStatus {
             .paused_until
             .and_then(|until| Timestamp::from_millisecond(signed_long(until)).ok())
             .map(|at| Time(whole_seconds(at))),
+        last_transfer: member.received.as_ref().map(transfer),
+        gdr: member.fabric.as_deref().map(|fabric| gdr(fabric.clone().bounded())),
         reason: member.reason.as_str().to_owned(),
         message: cut(&member.message, MEMBER_MESSAGE),
     }
+}
+
+fn transfer(received: &Received) -> TransferStatus {
+    TransferStatus {
+        version: signed_long(received.version),
+        from: cut(&received.from.0, LONGEST_NAME),
+        transport: received.by.as_str().to_owned(),
+        bytes: signed_long(received.bytes),
+        milliseconds: signed_long(received.microseconds / 1000),
+        bytes_per_second: signed_long(received.rate()),
+    }
+}
+
+fn gdr(fabric: MemberFabric) -> GdrStatus {
+    let MemberFabric { library, version, plugin, transports, devices } = fabric;
+    let mut places: Vec<GdrDevices> = Vec::new();
+    for GpuDevices { gpu, names } in devices {
+        let memory = gpu.filter(|gpu| !gpu.is_empty()).unwrap_or_else(|| HOST_MEMORY.to_owned());
+        // The list is a map by memory: what comes twice counts once.
+        if places.iter().all(|place| place.memory != memory) {
+            places.push(GdrDevices { memory, names });
+        }
+    }
+    GdrStatus { library, version, plugin, transports, devices: places }
 }

@@ -1,12 +1,16 @@
 // libnccl.so.2 on the streams and the memory of the stand-in's driver. Keeps the rules that bite: non-blocking calls are through only when
 // the communicator's state says so, a collective waits for all ranks for ever, and an aborted communicator is gone.
 #include <climits>
+#include <cstdarg>
+#include <cstdio>
 #include <cstring>
 #include <map>
+#include <mutex>
 #include <set>
 #include <thread>
 #include <vector>
 
+#include <strings.h>
 #include <unistd.h>
 
 #include "group.h"
@@ -41,7 +45,7 @@ struct Comm {
   const bool blocking;
   Device *const device;
   std::atomic<int> state{NCCL_IN_PROGRESS};
-  std::atomic<bool> stop{false}, revoked{false};
+  std::atomic<bool> stop{false}, revoked{false}, connected{false};
   std::atomic<int> busy{0};  // threads and operations that use it
   std::set<void *> registered;
   std::mutex mutex;
@@ -111,6 +115,42 @@ int put(std::shared_ptr<Comm> comm, std::function<void()> enqueue) {
   return NCCL_IN_PROGRESS;
 }
 
+// Writes a line of information as the real library does, where it was asked for: into libc's buffer.
+void info(const char *format, ...) __attribute__((format(printf, 1, 2)));
+void info(const char *format, ...) {
+  const char *level = getenv("NCCL_DEBUG");
+  if (!level || (strcasecmp(level, "INFO") && strcasecmp(level, "TRACE"))) return;
+  static std::mutex one;
+  std::lock_guard<std::mutex> lock(one);
+  va_list values;
+  va_start(values, format);
+  printf("fake-host:%d:%d [0] NCCL INFO ", int(getpid()), int(getpid()));
+  vprintf(format, values);
+  printf("\n");
+  va_end(values);
+}
+
+// The network that FAKEGPU_NCCL_NET names, as the library finds it once.
+void find_network() {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    const char *network = getenv("FAKEGPU_NCCL_NET");
+    if (!network) return;
+    if (strcmp(network, "IB")) info("NET/IB : No device found.");
+    info("NET/%s : Using [0]fake0:1/RoCE [RO]; OOB lo:127.0.0.1<0>", network);
+    info("Using network %s", network);
+  });
+}
+
+// The library connects when an operation needs it.
+void connect_ranks(const std::shared_ptr<Comm> &comm) {
+  if (comm->connected.exchange(true)) return;
+  const char *network = getenv("FAKEGPU_NCCL_NET");
+  int next = (comm->group.rank + 1) % comm->group.world;
+  if (network) info("Channel 00/0 : %d[0] -> %d[0] [send] via NET/%s/0", comm->group.rank, next, network);
+  else info("Channel 00/0 : %d[0] -> %d[0] via P2P/IPC", comm->group.rank, next);
+}
+
 void start(std::shared_ptr<Comm> comm) {
   aside(comm, [comm] {
     int result = comm->group.join(comm->stop);
@@ -141,6 +181,7 @@ int make(void **out, int world, UniqueId id, int rank, const Config *config) {
   if (world < 1 || world > MAX_RANKS || rank < 0 || rank >= world) return failed(NCCL_INVALID_ARGUMENT, "Invalid rank requested");
   auto comm = std::make_shared<Comm>(std::string(id.bytes, strnlen(id.bytes, sizeof id.bytes)), world, rank, blocking, device);
   *out = add(comm);
+  find_network();
   start(comm);
   return answer(comm);
 }
@@ -233,6 +274,7 @@ FAKE_API int ncclBroadcast(const void *from, void *to, size_t count, int type, i
       comm->swap = broadcast;
     }
   }
+  connect_ranks(comm);
   auto enqueue = [comm, broadcast, on, is_root] {
     comm->busy++;
     on->push({"ncclBroadcast", [comm, broadcast, is_root] {

@@ -18,6 +18,7 @@ mod joined;
 mod joiner;
 mod lending;
 mod libraries;
+mod network;
 mod recovery;
 mod rules;
 mod sharing;

@@ -111,6 +111,11 @@ impl World {
         Self::start_delivering(Path::new(PROGRAM), "Agent", Some(machine), transport, &Model::large(0), update, actors).await
     }
 
+    /// As [`start_on`](Self::start_on), with the program in that file.
+    pub async fn start_on_by(program: &Path, machine: &Machine, transport: Value, actors: impl IntoIterator<Item = Actor>) -> Self {
+        Self::start_delivering(program, "Agent", Some(machine), transport, &Model::large(0), json!({}), actors).await
+    }
+
     /// As [`start_on`](Self::start_on), with engines that join a group by themselves, whose ranks are on the GPUs of their rollouts.
     pub async fn start_joining(machine: &Machine, update: Value, actors: impl IntoIterator<Item = Actor>) -> Self {
         let transport = json!({"nccl": {"bucketMiB": 1, "buffers": 4}});

@@ -14,9 +14,9 @@ use super::events::Events;
 use super::group::{Epoch, Group, Me, Standing, Step, refusal};
 use super::statements::Statements;
 use weightsync_core::protocol::{
-    BucketHeader, CommitRequest, DataHello, EngineFacts, EpochId, FenceRequest, HeldVersion, Hindrance, LONGEST_MEASUREMENT, MemberName,
-    MemberPhase, MemberState, MixedWindow, PreflightReport, PrepareRequest, Refusal, RefusalCode, RefusedVersion, ReleaseRequest,
-    STATEMENTS, UpdateId,
+    BucketHeader, CommitRequest, DataHello, EngineFacts, EpochId, FenceRequest, HeldVersion, Hindrance, LONGEST_MEASUREMENT, MemberFabric,
+    MemberName, MemberPhase, MemberState, MixedWindow, PreflightReport, PrepareRequest, Received, Refusal, RefusalCode, RefusedVersion,
+    ReleaseRequest, STATEMENTS, UpdateId,
 };
 use weightsync_net::identity::PeerIdentity;
 use weightsync_transport::{Admission, BucketStore, Fault, Wants};
@@ -53,6 +53,10 @@ pub struct Facts {
     pub lent: Option<(EpochId, String)>,
     /// What the pre-flight of an epoch found that this agent leads.
     pub preflight: Option<Box<PreflightReport>>,
+    /// How the last version came that was received.
+    pub received: Option<Received>,
+    /// What the memory of others is read with.
+    pub fabric: Option<Box<MemberFabric>>,
     pub reason: Option<String>,
 }
 
@@ -443,6 +447,11 @@ fn state(group: &Group, facts: &Facts, statements: &Statements) -> MemberState {
         paused_until: facts.paused_until,
         mixed: facts.mixed.clone(),
         preflight: facts.preflight.clone().filter(|report| standing.id() == Some(&report.id)),
+        received: facts.received.clone(),
+        fabric: match standing {
+            Standing::Committing(epoch) | Standing::Committed(epoch) if epoch.commit.transport.gdr.is_some() => facts.fabric.clone(),
+            _ => None,
+        },
         reason: facts.reason.clone().or_else(|| group.released().map(str::to_owned)),
     }
 }

@@ -18,7 +18,9 @@ use super::group::{Epoch, refusal};
 use super::rdma::{self, DEVICES, LOCKED};
 use super::space::Cgroups;
 use weightsync_core::protocol::worker::{FabricFacts, UcxSettings};
-use weightsync_core::protocol::{FabricPlan, FabricReport, OfferedSlots, Refusal, RefusalCode, TransportPolicy, TransportWish};
+use weightsync_core::protocol::{
+    FabricPlan, FabricReport, GpuDevices, MemberFabric, OfferedSlots, Refusal, RefusalCode, TransportPolicy, TransportWish,
+};
 use weightsync_gpu::worker::{Worker, WorkerError, WorkerStart};
 use weightsync_transport::gdr::{FabricRing, GdrTransport, GpuSlots, GpuSlotsWanted, RingWanted, Slots};
 
@@ -161,13 +163,15 @@ impl Fabric {
         let late = || no(format!("NIXL is still being opened after {within:?}; it goes on, and the member is asked again"));
         let why = match timeout_at(until, self.open_on_gpus(&ucx, within / 2)).await {
             Err(_) => return late(),
-            Ok(Ok(facts)) => {
+            Ok(Ok((facts, devices))) => {
+                self.show(&facts, devices);
                 return FabricReport { nixl: Some(shown(&facts, policy.allow_tcp, "")), rdma, gpu: true, reason: String::new() };
             }
             Ok(Err(why)) => why,
         };
         match timeout_at(until, self.open_on_host(ucx)).await {
             Ok(Ok(Open { facts, .. })) => {
+                self.show(&facts, vec![(None, self.settings.devices.clone())]);
                 FabricReport { nixl: Some(shown(&facts, policy.allow_tcp, &why)), rdma, gpu: false, reason: String::new() }
             }
             Ok(Err(error)) => no(error.to_string()),
@@ -186,12 +190,20 @@ impl Fabric {
         outcome(outcome_of).await
     }
 
-    /// Opens NIXL in the workers of all GPUs of this endpoint; else why slots cannot lie there, empty where there is no GPU.
-    async fn open_on_gpus(&self, ucx: &UcxSettings, within: Duration) -> Result<FabricFacts, String> {
+    /// Keeps for status what was opened, with the GPUs and the devices that were chosen for each.
+    fn show(&self, facts: &FabricFacts, devices: Vec<(Option<String>, Vec<String>)>) {
+        let shown = Some(Box::new(summary(facts, devices, &active())));
+        self.core.set_facts(|facts| facts.fabric = shown);
+    }
+
+    /// Opens NIXL in the workers of all GPUs of this endpoint, and gives the devices of each; else why slots cannot lie there, empty where there is
+    /// no GPU.
+    async fn open_on_gpus(&self, ucx: &UcxSettings, within: Duration) -> Result<(FabricFacts, Vec<(Option<String>, Vec<String>)>), String> {
         let (workers, devices): (Vec<Worker>, Vec<Vec<String>>) = self.gpus.settled_workers(within).await.into_iter().unzip();
         if workers.is_empty() {
             return Err(String::new());
         }
+        let by_gpu = workers.iter().map(|worker| Some(worker.gpu().to_owned())).zip(devices.iter().cloned()).collect();
         let same = |others: &[Worker]| others.len() == workers.len() && others.iter().zip(&workers).all(|(one, other)| one.is(other));
         let outcome_of = {
             let mut slot = lock(&self.on_gpus);
@@ -205,7 +217,7 @@ impl Fabric {
         };
         let facts = outcome(outcome_of).await.map_err(|error| error.to_string())?;
         match &facts.gpu_memory {
-            Ok(()) => Ok(facts),
+            Ok(()) => Ok((facts, by_gpu)),
             Err(why) => Err(why.clone()),
         }
     }
@@ -320,14 +332,33 @@ async fn own_status() -> String {
     tokio::fs::read_to_string("/proc/self/status").await.unwrap_or_default()
 }
 
+/// Ports of this host's RDMA devices that are up, by UCX's names.
+fn active() -> Vec<String> {
+    rdma::devices(Path::new("/")).iter().flat_map(rdma::Rdma::ucx_names).collect()
+}
+
+/// What a member reads with. Where no devices were chosen, UCX takes all that are active.
+fn summary(facts: &FabricFacts, devices: Vec<(Option<String>, Vec<String>)>, active: &[String]) -> MemberFabric {
+    let all = |names: &[String]| names.is_empty() || names.iter().any(|name| name == "all");
+    let of = |(gpu, names): (Option<String>, Vec<String>)| GpuDevices { gpu, names: if all(&names) { active.to_vec() } else { names } };
+    let transports = facts.parameters.get("UCX_TLS").map(|listed| FabricSettings::devices(listed)).unwrap_or_default();
+    let summary = MemberFabric {
+        library: facts.path.clone(),
+        version: facts.version.clone(),
+        plugin: facts.plugin.clone(),
+        transports,
+        devices: devices.into_iter().map(of).filter(|devices| !devices.names.is_empty()).collect(),
+    };
+    summary.bounded()
+}
+
 /// For status; `on_host` says why slots lie in host memory, where there are GPUs.
 fn shown(facts: &FabricFacts, allow_tcp: bool, on_host: &str) -> String {
     let version = facts.version.as_deref().unwrap_or("of unknown version");
     let over = if allow_tcp { "RDMA or TCP" } else { "RDMA" };
     let through = if on_host.is_empty() { String::new() } else { format!(", through host memory: {on_host}") };
     let listed = facts.parameters.get("UCX_NET_DEVICES").filter(|listed| *listed != "all").cloned();
-    let active = || rdma::devices(Path::new("/")).iter().flat_map(rdma::Rdma::ucx_names).collect::<Vec<_>>().join(",");
-    let devices = listed.unwrap_or_else(active);
+    let devices = listed.unwrap_or_else(|| active().join(","));
     let by = if devices.is_empty() { String::new() } else { format!(" by {devices}") };
     format!("NIXL {version} ({}), {} over {over}{by}{through}", facts.path, facts.plugin)
 }

@@ -23,11 +23,18 @@ use super::client::SourceWorker;
 use super::core::{Core, lock};
 use super::fabric;
 use super::group::{Epoch, refusal};
+use super::rdma;
 use weightsync_core::plan::RingWish;
 use weightsync_core::protocol::worker::{NcclId, UcxSettings, WorkerAnswer};
-use weightsync_core::protocol::{GpuReport, JoinResponse, MemberGpu, Refusal, RefusalCode, StreamFailure, TransportPolicy};
+use weightsync_core::protocol::{
+    CommunicatorPlan, GpuReport, JoinResponse, MemberGpu, MemberName, Refusal, RefusalCode, Roster, StreamFailure, TransportPolicy,
+    TransportWish,
+};
 use weightsync_gpu::worker::{GRACE, Ring, Worker, WorkerError, WorkerStart};
 use weightsync_transport::nccl::{Joining, LocalRank, NcclTransport, Staging};
+
+/// NCCL's log is read up to the join within this long: it lies in a pipe.
+const LOG: Duration = Duration::from_secs(2);
 
 /// Questions to a worker that costs nothing but its time.
 const ASK: Duration = Duration::from_secs(2);
@@ -87,21 +94,25 @@ struct Wanted {
     ring: (u32, u64),
     /// What UCX may use, where NIXL is to be opened.
     ucx: Option<UcxSettings>,
+    /// RDMA devices that NCCL must use between hosts; empty where it may pass TCP sockets.
+    rdma: Vec<String>,
 }
 
-/// What workers start with: others are started where it changes.
+/// What workers start with: others are started where it changes. The last is whether NCCL's log is read.
 #[derive(PartialEq, Eq)]
-struct StartedWith(BTreeMap<String, String>, BTreeMap<String, String>, Option<UcxSettings>);
+struct StartedWith(BTreeMap<String, String>, BTreeMap<String, String>, Option<UcxSettings>, bool);
 
 impl Wanted {
     fn by(policy: &TransportPolicy, devices: &[String], ranks: usize) -> Self {
         let ring = (policy.slots, policy.slot_bytes);
         let ucx = fabric::wanted(policy, devices);
-        Self { environment: policy.environment.clone(), defaults: policy.defaults.clone(), ranks, ring, ucx }
+        let broadcasts = matches!(policy.wish, TransportWish::Auto | TransportWish::Nccl) && !policy.allow_tcp;
+        let rdma = if broadcasts { rdma::usable(Path::new("/")) } else { Vec::new() };
+        Self { environment: policy.environment.clone(), defaults: policy.defaults.clone(), ranks, ring, ucx, rdma }
     }
 
     fn start(&self) -> StartedWith {
-        StartedWith(self.environment.clone(), self.defaults.clone(), self.ucx.clone())
+        StartedWith(self.environment.clone(), self.defaults.clone(), self.ucx.clone(), !self.rdma.is_empty())
     }
 }
 
@@ -126,6 +137,8 @@ pub(crate) struct Gpus {
     /// What the trainer's socket is reported, where there is one.
     source: Option<watch::Sender<Result<SourceWorker, String>>>,
     rings: Mutex<Vec<Ring>>,
+    /// Why NCCL passes TCP sockets between hosts with the present settings although there is an RDMA device.
+    over_sockets: Mutex<Option<String>>,
 }
 
 impl Gpus {
@@ -140,7 +153,18 @@ impl Gpus {
         source: Option<watch::Sender<Result<SourceWorker, String>>>,
     ) -> Arc<Self> {
         let (state, wanted) = (watch::Sender::new(GpuState::Starting), watch::Sender::new(Wanted::by(policy, &devices, 0)));
-        Arc::new(Self { core, settings, devices, share, transport, state, wanted, source, rings: Mutex::default() })
+        Arc::new(Self {
+            core,
+            settings,
+            devices,
+            share,
+            transport,
+            state,
+            wanted,
+            source,
+            rings: Mutex::default(),
+            over_sockets: Mutex::default(),
+        })
     }
 
     pub fn transport(&self) -> &Arc<NcclTransport> {
@@ -158,6 +182,7 @@ impl Gpus {
             let differs = *now != wanted;
             if differs {
                 *now = wanted;
+                *lock(&self.over_sockets) = None;
             }
             if differs && !none {
                 self.state.send_if_modified(|state| {
@@ -224,6 +249,9 @@ impl Gpus {
                 Err(why) => return GpuReport { reason: why.clone(), nccl: None, ..report },
             }
         }
+        if let Some(reason) = lock(&self.over_sockets).clone() {
+            return GpuReport { reason, nccl: None, ..report };
+        }
         report.unshared = self.unshared(&open).await;
         report
     }
@@ -252,6 +280,12 @@ impl Gpus {
             let code = if communicator_fault(&error) { RefusalCode::PeerUnreachable } else { RefusalCode::Internal };
             refusal(code, error.to_string())
         })?;
+        if let Some(why) = self.passes_sockets(epoch, plan, &open).await {
+            self.transport.leave(epoch.id());
+            tracing::warn!(epoch = %epoch.id(), why, "left a communicator");
+            *lock(&self.over_sockets) = Some(why.clone());
+            return Err(refusal(RefusalCode::Unsupported, why));
+        }
         let (over, transport, id) = (self.core.over(epoch.id()), self.transport.clone(), epoch.id().clone());
         tokio::spawn(async move {
             tokio::select! {
@@ -262,6 +296,20 @@ impl Gpus {
         });
         tracing::info!(epoch = %epoch.id(), rank = joined.rank, world = joined.world, init = ?joined.init, warm_up = ?joined.warm_up, "joined");
         Ok(JoinResponse { init_ms: joined.init.as_secs_f64() * 1e3, warm_up_ms: joined.warm_up.as_secs_f64() * 1e3 })
+    }
+
+    /// Why a communicator that was joined is refused: it passes TCP sockets between hosts where there is an RDMA device.
+    async fn passes_sockets(&self, epoch: &Epoch, plan: &CommunicatorPlan, open: &[Open]) -> Option<String> {
+        let rdma = self.wanted.borrow().rdma.clone();
+        if rdma.is_empty() || on_one_node(&epoch.prepared.roster, plan) {
+            return None;
+        }
+        for entry in open {
+            if let Some(why) = entry.worker.over_sockets(epoch.id().epoch, LOG).await {
+                return Some(slow(&rdma, &why));
+            }
+        }
+        None
     }
 
     /// All GPUs of this endpoint, each with a ring of this shape.
@@ -361,11 +409,31 @@ impl Gpus {
             |values: &BTreeMap<String, String>| -> Vec<_> { values.iter().map(|(name, value)| (name.into(), value.into())).collect() };
         start.environment.extend(given(&wanted.environment));
         start.defaults.extend(given(&wanted.defaults));
+        if !wanted.rdma.is_empty() {
+            start = start.with_nccl_log();
+        }
         match ucx {
             Some(ucx) => start.with_ucx(ucx),
             None => Ok(start),
         }
     }
+}
+
+/// Whether all ranks of a communicator are known to run on one node: NCCL's sockets pass no network there.
+fn on_one_node(roster: &Roster, plan: &CommunicatorPlan) -> bool {
+    let node = |name: &MemberName| roster.member(name)?.pods.first()?.node.clone();
+    let mut nodes = plan.ranks.iter().map(|(name, _)| node(name));
+    let first = nodes.next().flatten();
+    first.is_some() && nodes.all(|node| node == first)
+}
+
+/// The cause and the next step, for a member that has these RDMA devices and does not use them.
+fn slow(rdma: &[String], why: &str) -> String {
+    format!(
+        "NCCL uses NET/Socket between hosts, and this host has an RDMA device ({}) that NET/IB could use: {why}. Let NCCL open the device \
+         (libibverbs, /dev/infiniband, the capability IPC_LOCK, NCCL_IB_HCA), or set transport.nccl.allowTcp",
+        rdma.join(", ")
+    )
 }
 
 fn left(deadline: Instant) -> Duration {

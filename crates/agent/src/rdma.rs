@@ -64,6 +64,12 @@ impl Rdma {
     }
 }
 
+/// Names of the devices that a process can open and that have an active port: NCCL can use them.
+pub fn usable(root: &Path) -> Vec<String> {
+    let usable = |device: &Rdma| device.active() && device.file.is_some();
+    devices(root).into_iter().filter(usable).map(|device| device.name).collect()
+}
+
 /// All devices below `root`, which is `/` but in tests, by name.
 pub fn devices(root: &Path) -> Vec<Rdma> {
     let all = root.join(DEVICES.trim_start_matches('/'));

@@ -52,7 +52,7 @@ use super::group::{Epoch, refusal};
 use super::lead::feed::{Copy, Holder};
 use super::space::Cgroups;
 use weightsync_core::protocol::{
-    CanaryPolicy, Delivery, EpochId, HeldVersion, PrepareRequest, Refusal, RefusalCode, RefusedVersion, UpdateId, UpdatePolicy,
+    CanaryPolicy, Delivery, EpochId, HeldVersion, PrepareRequest, Received, Refusal, RefusalCode, RefusedVersion, UpdateId, UpdatePolicy,
     UpdateStatus,
 };
 use weightsync_core::weights::Layout;
@@ -137,6 +137,8 @@ struct Inner {
     /// The files of what the engine may hold, after an install that ended without proof.
     to_prove: Option<Arc<Version>>,
     engine: Probed,
+    /// How the last version came.
+    received: Option<Received>,
     paused_until: Option<u64>,
     /// Whether the engine is being switched by us.
     switching: bool,
@@ -365,6 +367,7 @@ impl Inner {
         facts.engine.clone_from(&self.engine.facts);
         facts.healthy = !self.engine.unhealthy();
         facts.wedged = self.engine.is_wedged();
+        facts.received.clone_from(&self.received);
         facts.paused_until = self.paused_until;
         facts.updating = self.machine.live().is_some() || self.going_back;
         facts.dirty = self.machine.dirty().is_some();

@@ -102,6 +102,12 @@ pub struct Nccl {
     version: Version,
 }
 
+/// Writes out the lines of NCCL's log that still lie in libc's buffers.
+pub fn flush_log() {
+    // SAFETY: null means all output streams.
+    unsafe { libc::fflush(std::ptr::null_mut()) };
+}
+
 impl Nccl {
     /// Loads the library at `path`, or the first that is found and can be used: next to the Python of this environment (the engine's torch),
     /// then in the system. Never unloaded; call it once.

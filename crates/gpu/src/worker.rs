@@ -12,6 +12,7 @@ mod asks;
 mod fabric;
 mod handle;
 mod held;
+mod nccl_log;
 mod pending;
 mod process;
 mod ring;

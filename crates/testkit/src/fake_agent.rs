@@ -143,6 +143,8 @@ impl FakeAgent {
             wedged: false,
             engine_restarts: 0,
             paused_until: None,
+            received: None,
+            fabric: None,
             mixed: Vec::new(),
             preflight: None,
             reason: None,

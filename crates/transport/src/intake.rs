@@ -6,9 +6,10 @@
 use std::sync::Arc;
 
 use futures::future::BoxFuture;
+use tokio::time::Instant;
 
-use super::{BucketStore, DeviceBucket, Fault};
-use weightsync_core::protocol::{BucketHeader, MemberName, Refusal, RefusalCode, StreamFailure};
+use super::{BucketStore, DeviceBucket, Fault, Transfer};
+use weightsync_core::protocol::{BucketHeader, DataHello, MemberName, Refusal, RefusalCode, StreamFailure, TransportKind};
 use weightsync_core::weights::BucketHasher;
 
 /// A stream into one member's store.
@@ -18,6 +19,33 @@ pub(super) struct Intake {
     hasher: BucketHasher,
     open: Option<Open>,
     state: State,
+    measure: Measure,
+}
+
+/// When the first bucket began, when the last one was proven, and how many bytes both and those between have.
+struct Measure {
+    from: Option<MemberName>,
+    by: TransportKind,
+    begun: Option<Instant>,
+    proven: Option<Instant>,
+    bytes: u64,
+}
+
+impl Measure {
+    fn begins(&mut self) {
+        self.begun.get_or_insert_with(Instant::now);
+    }
+
+    fn proves(&mut self, bytes: u64) {
+        self.proven = Some(Instant::now());
+        self.bytes = self.bytes.saturating_add(bytes);
+    }
+
+    /// None where no bucket came.
+    fn transfer(&self) -> Option<Transfer> {
+        let took = self.proven?.saturating_duration_since(self.begun?);
+        Some(Transfer { from: self.from.clone(), by: self.by, bytes: self.bytes, took })
+    }
 }
 
 struct Open {
@@ -37,8 +65,16 @@ enum State {
 }
 
 impl Intake {
-    pub(super) fn new(me: MemberName, store: Arc<dyn BucketStore>) -> Self {
-        Self { me, store, hasher: BucketHasher::new(), open: None, state: State::Running }
+    /// The stream that the hello opens.
+    pub(super) fn new(hello: &DataHello, store: Arc<dyn BucketStore>) -> Self {
+        let by = match &hello.carried {
+            None => TransportKind::Tcp,
+            Some(carried) if carried.fabric.is_some() => TransportKind::Gdr,
+            Some(_) => TransportKind::Nccl,
+        };
+        let from = (by != TransportKind::Nccl).then(|| hello.from.clone());
+        let measure = Measure { from, by, begun: None, proven: None, bytes: 0 };
+        Self { me: hello.to.clone(), store, hasher: BucketHasher::new(), open: None, state: State::Running, measure }
     }
 
     /// Waits until the store has room for what one read may bring.
@@ -57,6 +93,7 @@ impl Intake {
         if header.flags != 0 || !sound(&header) || self.open.is_some() {
             return Err(self.nonsense("the head of a bucket makes no sense"));
         }
+        self.measure.begins();
         self.open = Some(Open { header, received: 0, hashed: 0 });
         Ok(())
     }
@@ -116,6 +153,7 @@ impl Intake {
             self.broken(&failure);
             return Err(failure);
         }
+        self.measure.proves(header.bytes);
         let completed = self.store.complete(&header, computed);
         self.stored(completed)
     }
@@ -126,6 +164,7 @@ impl Intake {
         if header.flags != BucketHeader::CARRIED || !sound(&header) || self.open.is_some() {
             return Err(self.nonsense("the head of a bucket makes no sense"));
         }
+        self.measure.begins();
         Ok(())
     }
 
@@ -146,6 +185,7 @@ impl Intake {
     /// A bucket that came another way was proven, and all of it was given to the store.
     pub(super) fn carried_whole(&mut self, header: &BucketHeader, digest: u128) -> Result<(), StreamFailure> {
         self.running("a digest")?;
+        self.measure.proves(header.bytes);
         let completed = self.store.complete(header, digest);
         self.stored(completed)
     }
@@ -154,6 +194,9 @@ impl Intake {
         self.running("an end")?;
         if self.open.is_some() {
             return Err(self.nonsense("the stream ended in the middle of a bucket"));
+        }
+        if let Some(transfer) = self.measure.transfer() {
+            self.store.measured(&transfer);
         }
         let ended = self.store.end();
         self.stored(ended)?;

@@ -22,7 +22,7 @@ use bytes::Bytes;
 use futures::future::BoxFuture;
 
 use weightsync_core::protocol::worker::Part;
-use weightsync_core::protocol::{BucketHeader, DataHello, MemberName, Refusal, StreamFailure};
+use weightsync_core::protocol::{BucketHeader, DataHello, MemberName, Refusal, StreamFailure, TransportKind};
 use weightsync_core::weights::DigestPart;
 use weightsync_gpu::worker::{Event, ImportedMemory, Slot, Span, Worker, WorkerError};
 use weightsync_net::identity::PeerIdentity;
@@ -259,6 +259,19 @@ pub struct DeviceBucket {
     pub shares: Vec<u64>,
 }
 
+/// How a whole stream came to one member, as it measured it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Transfer {
+    /// The member that sent it; none where all ranks receive from the leader at once.
+    pub from: Option<MemberName>,
+    /// How the bytes travelled.
+    pub by: TransportKind,
+    /// Bytes of all buckets.
+    pub bytes: u64,
+    /// From the head of the first bucket to the proof of the last one.
+    pub took: Duration,
+}
+
 /// Most bytes that a transport writes into a store after it was informed that there is room.
 pub const MOST_AT_ONCE: u64 = 1 << 20;
 
@@ -293,6 +306,9 @@ pub trait BucketStore: Send + Sync {
 
     /// A whole bucket arrived; `digest` is what was computed here and already agrees with what the sender said.
     fn complete(&self, header: &BucketHeader, digest: u128) -> Result<(), Refusal>;
+
+    /// How the whole stream came; called once, right before [`end`](Self::end).
+    fn measured(&self, _transfer: &Transfer) {}
 
     /// The stream ended as it should. What becomes of members further down the chain is the leader's matter.
     fn end(&self) -> Result<(), Refusal>;

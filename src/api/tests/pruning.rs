@@ -63,7 +63,8 @@ fn pool() -> impl Strategy<Value = Pool> {
 fn transport() -> impl Strategy<Value = Transport> {
     let tcp = (any::<bool>(), of(1..99)).prop_map(|(tls, bucket_mib)| Tcp { tls, bucket_mib });
     let env = prop::collection::btree_map(TEXT, TEXT, 0..3);
-    let nccl = (of(1..99), of(2..9), env).prop_map(|(bucket_mib, buffers, env)| Nccl { bucket_mib, buffers, env });
+    let nccl = (of(1..99), of(2..9), env, of(any::<bool>()));
+    let nccl = nccl.prop_map(|(bucket_mib, buffers, env, allow_tcp)| Nccl { bucket_mib, buffers, env, allow_tcp });
     let gdr = (of(1..99), of(2..9), of(any::<bool>())).prop_map(|(bucket_mib, buffers, allow_tcp)| Gdr { bucket_mib, buffers, allow_tcp });
     let preflight = prop::sample::select(vec![Preflight::Auto, Preflight::Off]);
     (any::<bool>(), of(tcp), of(nccl), of(gdr), of(preflight)).prop_map(|(auto, tcp, nccl, gdr, preflight)| Transport {
@@ -132,12 +133,28 @@ prop_compose! {
         rank_offset in of(0..9),
         state in prop::sample::select(vec![MemberStateName::Ready, MemberStateName::Out, MemberStateName::Dirty]),
         version in of(0_i64..9),
-        paused in of(0_i64..9),
+        (paused, transfer, library) in (of(0_i64..9), of((TEXT, TEXT, 0_i64..9)), of(TEXT)),
         retained in prop::collection::vec(0_i64..9, 0..3),
         message in "[a-z]{0,4}",
     ) -> MemberStatus {
         let paused_until = paused.map(|seconds| Time(Timestamp::from_second(seconds).unwrap()));
-        MemberStatus { name, pods, rank_offset, size: 1, state, version, retained, paused_until, reason: "MemberReady".to_owned(), message }
+        let last_transfer = transfer.map(|(from, transport, number)| TransferStatus {
+            version: number,
+            from,
+            transport,
+            bytes: number,
+            milliseconds: number,
+            bytes_per_second: number,
+        });
+        let gdr = library.map(|library| GdrStatus {
+            version: version.map(|version| version.to_string()),
+            plugin: library.clone(),
+            transports: pods.clone(),
+            devices: vec![GdrDevices { memory: library.clone(), names: pods.clone() }],
+            library,
+        });
+        let reason = "MemberReady".to_owned();
+        MemberStatus { name, pods, rank_offset, size: 1, state, version, retained, paused_until, last_transfer, gdr, reason, message }
     }
 }
 

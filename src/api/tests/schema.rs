@@ -79,7 +79,7 @@ fn lists_of_objects_are_merged_by_key_and_the_keys_are_required() {
             assert!(schema["items"]["required"].as_array().unwrap().contains(key), "{path}: {key} is not required");
         }
     });
-    assert_eq!(seen, 5, "rollouts, conditions, members, phases, edges");
+    assert_eq!(seen, 6, "rollouts, conditions, members, phases, edges, devices");
 }
 
 #[test]

@@ -11,7 +11,7 @@ use kube::ResourceExt;
 use kube::runtime::{WatchStreamExt, watcher};
 
 use super::cluster::{ClusterArgs, find};
-use crate::api::{MemberStatus, WeightSync, WeightSyncStatus};
+use crate::api::{GdrStatus, MemberStatus, WeightSync, WeightSyncStatus};
 use weightsync_agent::command::Output;
 use weightsync_agent::command::text::columns;
 
@@ -89,10 +89,22 @@ fn table(object: &WeightSync) -> String {
     for condition in status.conditions.iter().filter(|condition| worth_telling(&condition.type_, &condition.status)) {
         let _ = writeln!(text, "{}={} {}: {}", condition.type_, condition.status, condition.reason, condition.message);
     }
-    let mut rows = vec![["MEMBER", "STATE", "RANKS", "VERSION", "REASON", "MESSAGE"].map(str::to_owned)];
+    let mut rows = vec![["MEMBER", "STATE", "RANKS", "VERSION", "GB/S", "FROM", "REASON", "MESSAGE"].map(str::to_owned)];
     rows.extend(status.members.iter().map(row));
     text.push_str(&columns(&rows).join("\n"));
+    for member in &status.members {
+        if let Some(gdr) = &member.gdr {
+            let _ = write!(text, "\n{} reads with {}", member.name, library(gdr));
+        }
+    }
     text
+}
+
+/// NIXL, its plugin, and the devices of each GPU.
+fn library(gdr: &GdrStatus) -> String {
+    let version = gdr.version.as_deref().unwrap_or("of unknown version");
+    let devices: Vec<String> = gdr.devices.iter().map(|devices| format!("; {}: {}", devices.memory, devices.names.join(", "))).collect();
+    format!("NIXL {version} ({}), {} over {}{}", gdr.library, gdr.plugin, gdr.transports.join(", "), devices.concat())
 }
 
 /// Kept versions below or above the current one, the newest first; `None` if there is only the current one.
@@ -113,13 +125,24 @@ fn worth_telling(kind: &str, status: &str) -> bool {
     }
 }
 
-fn row(member: &MemberStatus) -> [String; 6] {
+fn row(member: &MemberStatus) -> [String; 8] {
     let ranks = member.rank_offset.map_or_else(
         || format!("- ({})", member.size),
         |first| if member.size == 1 { first.to_string() } else { format!("{first}-{}", first + member.size - 1) },
     );
     let version = member.version.map_or_else(|| "-".to_owned(), |version| version.to_string());
-    [member.name.clone(), format!("{:?}", member.state), ranks, version, member.reason.clone(), member.message.clone()]
+    let none = || "-".to_owned();
+    let (rate, from) = member.last_transfer.as_ref().map_or_else(
+        || (none(), none()),
+        |transfer| (gigabytes(transfer.bytes_per_second), format!("{} ({})", transfer.from, transfer.transport)),
+    );
+    [member.name.clone(), format!("{:?}", member.state), ranks, version, rate, from, member.reason.clone(), member.message.clone()]
+}
+
+/// Bytes as GB, with two digits after the point.
+fn gigabytes(bytes: i64) -> String {
+    let hundredths = (bytes.max(0).saturating_add(5_000_000)) / 10_000_000;
+    format!("{}.{:02}", hundredths / 100, hundredths % 100)
 }
 
 #[cfg(test)]

@@ -114,6 +114,8 @@ fn member(name: &str, standing: MemberStanding, installed: Option<HeldVersion>) 
         engine_url: None,
         wedged: false,
         paused_until: None,
+        received: None,
+        fabric: None,
         retry_at: None,
         reason: Reason::BeingFed,
         message: "waits".into(),

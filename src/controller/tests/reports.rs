@@ -10,8 +10,8 @@ use crate::controller::object::Unreadable;
 use crate::controller::report::{Facts, status, unreadable};
 use weightsync_core::membership::{Degradation, GroupStage, MemberStanding, MemberView, MembershipView};
 use weightsync_core::protocol::{
-    Arrangement, EdgeFigures, EdgeOutcome, EdgeReport, EpochId, HeldVersion, MemberName, PodRef, PoorMember, PreflightReport, Reason,
-    Returned, Role, TransportChoice,
+    Arrangement, EdgeFigures, EdgeOutcome, EdgeReport, EpochId, GpuDevices, HeldVersion, MemberFabric, MemberName, PodRef, PoorMember,
+    PreflightReport, Reason, Received, Returned, Role, TransportChoice, TransportKind,
 };
 
 fn at(seconds: i64) -> Timestamp {
@@ -38,6 +38,8 @@ fn member(name: &str, standing: MemberStanding) -> MemberView {
         engine_url: None,
         wedged: false,
         paused_until: None,
+        received: None,
+        fabric: None,
         retry_at: None,
         reason: Reason::MemberReady,
         message: "as it should be".into(),
@@ -280,4 +282,49 @@ fn status_lists_measured_edges_and_names_a_slow_one() {
     view.preflight = Some(Box::new(report_of(edge(broken), Vec::new())));
     let shown = report(&object, &view, None, at(0)).preflight.unwrap();
     assert_eq!((shown.edges[0].verdict, shown.edges[0].message.as_str()), (EdgeVerdict::Broken, "no byte"));
+}
+
+#[test]
+fn members_show_who_sent_the_last_version_and_how_fast() {
+    let object = object("ws", 0);
+    let mut view = working(&object);
+    view.members[1].received = Some(Received {
+        version: 7,
+        from: MemberName("trainer/trainer-0".into()),
+        by: TransportKind::Gdr,
+        bytes: 48_600_000_000,
+        microseconds: 2_000_900,
+    });
+    let status = report(&object, &view, None, at(0));
+    let transfer = serde_json::to_value(&status.members[1].last_transfer).unwrap();
+    let expected = json!({
+        "version": 7, "from": "trainer/trainer-0", "transport": "gdr", "bytes": 48_600_000_000_u64, "milliseconds": 2000,
+        "bytesPerSecond": 24_289_069_918_u64,
+    });
+    assert_eq!(transfer, expected);
+    assert_eq!((&status.members[0].last_transfer, &status.members[2].last_transfer), (&None, &None));
+}
+
+#[test]
+fn members_that_read_show_library_and_devices() {
+    let object = object("ws", 0);
+    let mut view = working(&object);
+    let fabric = MemberFabric {
+        library: "l".repeat(5000),
+        version: Some("1.5.1".into()),
+        plugin: "UCX".into(),
+        transports: vec!["rc".into(); 99],
+        devices: vec![
+            GpuDevices { gpu: Some("GPU-1".into()), names: vec!["mlx5_0:1".into()] },
+            GpuDevices::default(),
+            GpuDevices::default(),
+        ],
+    };
+    view.members[2].fabric = Some(Box::new(fabric));
+    let status = report(&object, &view, None, at(0));
+    let gdr = status.members[2].gdr.clone().unwrap();
+    assert_eq!((gdr.library.len(), gdr.version.as_deref(), gdr.plugin.as_str(), gdr.transports.len()), (512, Some("1.5.1"), "UCX", 16));
+    let devices: Vec<(&str, String)> = gdr.devices.iter().map(|devices| (devices.memory.as_str(), devices.names.join(" "))).collect();
+    assert_eq!(devices, [("GPU-1", "mlx5_0:1".to_owned()), ("host", String::new())], "each place once");
+    assert_eq!(status.members[0].gdr, None);
 }

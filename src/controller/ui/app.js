@@ -44,9 +44,11 @@ function members(object) {
       make("td", { class: member.state }, member.state),
       make("td", { class: "number" }, ranks(member)),
       make("td", { class: "number" }, shown(member.version)),
+      make("td", { class: "number" }, member.rate === null ? "–" : `${bytes(member.rate)}/s`),
+      make("td", {}, shown(member.from)),
       make("td", {}, member.reason),
       make("td", {}, member.message));
-  return table(["member", "state", "ranks", "version", "reason", "message"], object.members.map(row));
+  return table(["member", "state", "ranks", "version", "speed", "from", "reason", "message"], object.members.map(row));
 }
 
 // The phases of one attempt in one bar, on the scale of the longest attempt on the page.

@@ -6,7 +6,7 @@ use crate::api::{ConditionType, MAX_MEMBERS};
 use crate::controller::census::word;
 use crate::controller::history::Attempt;
 use crate::controller::objects::Seen;
-use weightsync_core::protocol::TransportChoice;
+use weightsync_core::protocol::{Received, TransportChoice};
 
 /// Objects that are shown.
 const OBJECTS: usize = 200;
@@ -59,6 +59,9 @@ struct Member {
     rank_offset: Option<u32>,
     size: u32,
     version: Option<u64>,
+    /// Bytes a second of the last version that it received, and the member that sent it.
+    rate: Option<u64>,
+    from: Option<String>,
     reason: &'static str,
     message: String,
 }
@@ -113,6 +116,8 @@ fn object(seen: Seen) -> Object {
                 rank_offset: member.rank_offset,
                 size: member.size,
                 version: member.installed.map(|held| held.version),
+                rate: member.received.as_ref().map(Received::rate),
+                from: member.received.map(|received| received.from.0),
                 reason: member.reason.as_str(),
                 message: member.message,
             })

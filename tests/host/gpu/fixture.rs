@@ -44,13 +44,14 @@ pub struct Machine {
     folder: TempDir,
     settings: Vec<(&'static str, String)>,
     libraries: PathBuf,
+    reads_log: bool,
 }
 
 impl Machine {
     /// With four GPUs. Operations start late by a little, so that what does not wait for them goes wrong.
     pub fn new() -> Self {
         let folder = tempfile::Builder::new().prefix("fakegpu-").tempdir_in("/dev/shm").unwrap();
-        Self { folder, settings: vec![("FAKEGPU_JITTER_US", "300".into())], libraries: libraries().to_owned() }
+        Self { folder, settings: vec![("FAKEGPU_JITTER_US", "300".into())], libraries: libraries().to_owned(), reads_log: false }
     }
 
     /// With a setting of the stand-in.
@@ -102,7 +103,13 @@ impl Machine {
             defaults: Vec::new(),
             label: label.into(),
         };
-        Worker::start(&start).unwrap()
+        Worker::start(&if self.reads_log { start.with_nccl_log() } else { start }).unwrap()
+    }
+
+    /// Has the agent's side read what NCCL writes.
+    pub fn reading_nccl_log(mut self) -> Self {
+        self.reads_log = true;
+        self
     }
 
     /// A worker with its GPU.

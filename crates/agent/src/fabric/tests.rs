@@ -104,3 +104,26 @@ fn a_worker_takes_the_devices_nearest_to_its_gpu() {
         assert_eq!(by(&ucx, "GPU-0000:0a:00.0"), ucx.devices);
     }
 }
+
+#[test]
+fn summary_names_transports_and_the_devices_of_each_gpu() {
+    let facts = FabricFacts {
+        path: "/lib/libnixl_capi.so".into(),
+        version: Some("1.5.1".into()),
+        cuda: Some(13),
+        plugin: "UCX".into(),
+        memory: vec!["VRAM".into()],
+        parameters: [("UCX_TLS".to_owned(), "rc,cuda_copy".to_owned())].into(),
+        gpu_memory: Ok(()),
+    };
+    let active = ["mlx5_0:1".to_owned(), "mlx5_1:1".to_owned()];
+    let chosen = vec![(Some("GPU-1".to_owned()), vec!["mlx5_1:1".to_owned()]), (Some("GPU-2".to_owned()), Vec::new())];
+    let found = summary(&facts, chosen, &active);
+    assert_eq!((found.plugin.as_str(), found.transports.join(" ")), ("UCX", "rc cuda_copy".to_owned()));
+    let devices: Vec<_> = found.devices.iter().map(|of| (of.gpu.as_deref(), of.names.join(" "))).collect();
+    assert_eq!(devices, [(Some("GPU-1"), "mlx5_1:1".to_owned()), (Some("GPU-2"), "mlx5_0:1 mlx5_1:1".to_owned())]);
+    assert!(summary(&facts, vec![(None, Vec::new())], &[]).devices.is_empty(), "no RDMA device");
+    let many = vec![(None, vec!["x".repeat(500); 99]); 99];
+    let found = summary(&facts, many, &active);
+    assert!(found.devices.len() == 16 && found.devices.iter().all(|of| of.names.len() == 16 && of.names[0].len() == 64));
+}

@@ -19,7 +19,7 @@ use tokio_util::sync::CancellationToken;
 use super::progress;
 use crate::core::Core;
 use crate::rollout::Rollout;
-use weightsync_core::protocol::{InstallStep, MemberState, TransportChoice, UpdateId, UpdatePhase, UpdateStatus, UpdateView};
+use weightsync_core::protocol::{InstallStep, MemberState, Received, TransportChoice, UpdateId, UpdatePhase, UpdateStatus, UpdateView};
 use weightsync_net::metrics::{Definition, Metrics, times};
 
 pub(super) const PORT: &[(&str, &str)] = &[("port", "of the engine; 0 for a source")];
@@ -43,6 +43,11 @@ const TRANSFERS: Definition = Definition::times("agent_transfer_duration", "Time
     .by(&[("transport", "as `status.transport.name`"), ("role", "`source` (or anyone who feeds) or `rollout`")]);
 const BYTES: Definition = Definition::bytes("agent_transferred", "Bytes of versions that were sent, or arrived and were checked")
     .by(&[("transport", "as `status.transport.name`"), ("role", "`source` (or anyone who feeds) or `rollout`")]);
+const RATE: Definition = Definition::gauge(
+    "agent_last_transfer_bytes_per_second",
+    "Speed at which the last version came to the endpoint, from its first byte to its last, 0 for none",
+)
+.by(PORT);
 const PAUSES: Definition = Definition::times(
     "agent_engine_pause_duration",
     "Time from the call that pauses an engine until it runs again, of installs that went well",
@@ -67,6 +72,7 @@ pub const DEFINITIONS: &[Definition] = &[
     CHANGES,
     TRANSFERS,
     BYTES,
+    RATE,
     PAUSES,
     STEPS,
     PHASES,
@@ -123,6 +129,7 @@ pub(super) struct Numbers {
     changes: Family<OfEngine, Counter<u64, AtomicU64>>,
     transfers: Times<Carried>,
     bytes: Family<Carried, Counter>,
+    rate: Gauges,
     pauses: Times<Kind>,
     steps: Times<Step>,
     phases: Times<Phase>,
@@ -143,6 +150,7 @@ impl Numbers {
             changes: metrics.register(&CHANGES, Family::default()),
             transfers: metrics.register(&TRANSFERS, Family::new_with_constructor(histogram)),
             bytes: metrics.register(&BYTES, Family::default()),
+            rate: metrics.register(&RATE, Family::default()),
             pauses: metrics.register(&PAUSES, Family::new_with_constructor(histogram)),
             steps: metrics.register(&STEPS, Family::new_with_constructor(histogram)),
             phases: metrics.register(&PHASES, Family::new_with_constructor(histogram)),
@@ -187,6 +195,7 @@ impl Numbers {
         let mixed = state.mixed.last();
         self.mixed_begin.get_or_create(labels).set(number(mixed.map(|window| window.begin_ms)));
         self.mixed_end.get_or_create(labels).set(number(mixed.and_then(|window| window.end_ms)));
+        self.rate.get_or_create(labels).set(number(state.received.as_ref().map(Received::rate)));
         self.changes.get_or_create(labels).inc();
     }
 

@@ -96,3 +96,16 @@ fn little_lockable_memory_is_enough_with_ipc_lock() {
     assert_eq!(locks_too_little(Some(8 << 20), &ipc_lock), None);
     assert_eq!((locks_too_little(None, &none), locks_too_little(Some(LOCKED), &none)), (None, None));
 }
+
+#[test]
+fn device_without_file_or_active_port_is_not_usable() {
+    let root = tempfile::tempdir().unwrap();
+    plug(root.path(), "mlx5_0", "pci0000:00/0000:00:01.0/0000:01:00.0", 0);
+    plug(root.path(), "mlx5_1", "pci0000:00/0000:00:02.0/0000:02:00.0", 1);
+    assert!(usable(root.path()).is_empty(), "the files are not mounted");
+    write(root.path(), "dev/infiniband/uverbs0", "");
+    write(root.path(), "dev/infiniband/uverbs1", "");
+    assert_eq!(usable(root.path()), ["mlx5_0", "mlx5_1"]);
+    write(root.path(), "sys/devices/pci0000:00/0000:00:02.0/0000:02:00.0/infiniband/mlx5_1/ports/1/state", "1: DOWN\n");
+    assert_eq!(usable(root.path()), ["mlx5_0"]);
+}

@@ -18,7 +18,7 @@ use weightsync_core::protocol::{BeginRequest, BucketHeader, FinishRequest, HeldV
 use weightsync_core::weights::{Bucket, Coverage, Cuts, DigestAlgorithm, DigestPart, Layout, Manifest, TensorHasher};
 use weightsync_engine::{InstallError, InstallReport, Left};
 use weightsync_gpu::worker::Slot;
-use weightsync_transport::{BucketStore, DeviceBucket, Fault, Wants};
+use weightsync_transport::{BucketStore, DeviceBucket, Fault, Transfer, Wants};
 
 pub(super) type DeviceReceiver = EngineReceiver<HandOver>;
 
@@ -107,6 +107,10 @@ impl BucketStore for DeviceReceiver {
     fn complete(&self, header: &BucketHeader, _digest: u128) -> Result<(), Refusal> {
         self.listener.received(&self.update, header.offset.saturating_add(header.bytes));
         Ok(())
+    }
+
+    fn measured(&self, transfer: &Transfer) {
+        self.listener.measured(&self.update, transfer);
     }
 
     fn end(&self) -> Result<(), Refusal> {

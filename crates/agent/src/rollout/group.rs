@@ -18,10 +18,11 @@ use crate::core::lock;
 use crate::group::{Epoch, refusal};
 use weightsync_core::protocol::{
     BeginRequest, EngineJoinRequest, EngineJoinResponse, FinishRequest, GroupFacts, HeldVersion, Receive, ReceiveRequest, ReceiveResponse,
-    Refusal, RefusalCode,
+    Refusal, RefusalCode, TransportKind,
 };
 use weightsync_core::weights::{Cuts, Layout, Manifest, parse_digest_hex};
 use weightsync_engine::{DeviceBucket, DeviceInstall, GroupJoin, InstallError, InstallReport, Left, no_groups};
+use weightsync_transport::Transfer;
 
 /// Part of the time of a call that is kept for its answer to travel.
 const TO_ANSWER: Duration = Duration::from_millis(200);
@@ -33,6 +34,8 @@ pub(super) struct FromGroup {
     install: Box<dyn DeviceInstall>,
     /// So many buckets were taken.
     taken: u32,
+    /// When the first one was asked for.
+    begun: Option<Instant>,
 }
 
 pub(super) struct Arrived {
@@ -57,12 +60,18 @@ impl Way for FromGroup {
                     let message = format!("bucket {sequence} was named, and the engine took {} so far", self.taken);
                     return Err(Undone::Refused(refusal(RefusalCode::Invalid, message)));
                 };
+                let begun = *self.begun.get_or_insert_with(Instant::now);
                 self.install.bucket(DeviceBucket { bucket, places: Vec::new(), sums: Vec::new() }).await?;
                 self.taken += 1;
                 if let Some(arrived) = lock(&receiver.arrived).as_mut() {
                     arrived.taken = self.taken;
                 }
-                receiver.listener.received(&receiver.update, bucket.offset.saturating_add(bucket.bytes));
+                let bytes = bucket.offset.saturating_add(bucket.bytes);
+                receiver.listener.received(&receiver.update, bytes);
+                if self.taken == receiver.layout.bucket_count() {
+                    let transfer = Transfer { from: None, by: TransportKind::Nccl, bytes, took: begun.elapsed() };
+                    receiver.listener.measured(&receiver.update, &transfer);
+                }
             }
         }
         if self.taken == receiver.layout.bucket_count() {
@@ -163,7 +172,7 @@ impl Rollout {
         let asked = watch::Sender::new(None);
         let install = group.begin(&job, asked.subscribe()).await.map_err(|error| refused(error.to_string()))?;
         let limits = Limits { timeout: job.terms.timeout, silence: job.silence };
-        Ok(self.receive_by(request, layout, limits, Arrived { asked, taken: 0 }, FromGroup { install, taken: 0 }))
+        Ok(self.receive_by(request, layout, limits, Arrived { asked, taken: 0 }, FromGroup { install, taken: 0, begun: None }))
     }
 
     /// Does what the leader asks of the engine, and answers when the engine did.

@@ -21,7 +21,7 @@ use weightsync_core::protocol::{BucketHeader, Refusal, RefusalCode};
 use weightsync_core::weights::{Bucket, Coverage, DigestAlgorithm, Layout, PartHasher, digest_hex};
 use weightsync_engine::{HostBucket, HostDigest, HostInstall, HostTensor};
 use weightsync_net::memfd::SharedMemory;
-use weightsync_transport::{BucketStore, Fault, MOST_AT_ONCE, TensorDigests};
+use weightsync_transport::{BucketStore, Fault, MOST_AT_ONCE, TensorDigests, Transfer};
 
 pub(super) type MemoryReceiver = EngineReceiver<FromMemory>;
 
@@ -202,6 +202,10 @@ impl BucketStore for MemoryReceiver {
         self.proven(end)?;
         self.listener.received(&self.update, end);
         Ok(())
+    }
+
+    fn measured(&self, transfer: &Transfer) {
+        self.listener.measured(&self.update, transfer);
     }
 
     fn end(&self) -> Result<(), Refusal> {

@@ -18,13 +18,15 @@ use crate::space::Reservation;
 use weightsync_core::protocol::{BucketHeader, FinishRequest, HeldVersion, Refusal, RefusalCode, UpdateId};
 use weightsync_core::weights::safetensors::SafetensorsPlan;
 use weightsync_core::weights::{Bucket, Coverage, DigestAlgorithm, Layout, Manifest, TensorHasherError, digest_hex, parse_digest_hex};
-use weightsync_transport::{BucketStore, Fault, TensorDigests};
+use weightsync_transport::{BucketStore, Fault, TensorDigests, Transfer};
 
 /// Who is informed how the stream goes.
 pub trait Listener: Send + Sync {
     fn moving(&self);
     /// So many bytes were received and checked.
     fn received(&self, update: &UpdateId, bytes: u64);
+    /// How all bytes came; [`streamed`](Self::streamed) follows.
+    fn measured(&self, update: &UpdateId, transfer: &Transfer);
     fn streamed(&self, update: &UpdateId, took_ms: u64) -> Result<(), Refusal>;
     fn broken(&self, update: &UpdateId, fault: Fault<'_>, cause: &str);
 }
@@ -185,6 +187,10 @@ impl BucketStore for Receiver {
         }
         self.listener.received(&self.update, header.offset.saturating_add(header.bytes));
         Ok(())
+    }
+
+    fn measured(&self, transfer: &Transfer) {
+        self.listener.measured(&self.update, transfer);
     }
 
     fn end(&self) -> Result<(), Refusal> {

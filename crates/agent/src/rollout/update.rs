@@ -13,15 +13,15 @@ use super::receive::{Listener, Receiver};
 use super::{Arriving, Inner, Led, Receiving, Rollout, Version};
 use crate::group::{Epoch, LedBy, refusal};
 use weightsync_core::protocol::{
-    AbortRequest, ActivateRequest, BeginRequest, FinishRequest, HeldVersion, InstallStep, Refusal, RefusalCode, Role, Statement, UpdateId,
-    UpdateStatus,
+    AbortRequest, ActivateRequest, BeginRequest, FinishRequest, HeldVersion, InstallStep, Received, Refusal, RefusalCode, Role, Statement,
+    UpdateId, UpdateStatus,
 };
 use weightsync_core::weights::safetensors::SafetensorsPlan;
 use weightsync_core::weights::{Layout, Section, TensorSpec};
 use weightsync_engine::{DraftWay, Fit, InstallTerms, Left, draft, same_tensors};
 use weightsync_net::deadline::ProgressDeadline;
 use weightsync_net::identity::PeerIdentity;
-use weightsync_transport::Fault;
+use weightsync_transport::{Fault, Transfer};
 
 /// Longest wait of a status request for news.
 pub const LONG_POLL: Duration = Duration::from_secs(1);
@@ -369,6 +369,28 @@ impl Rollout {
         ended
     }
 
+    /// Keeps how the bytes of a version came. Over NCCL they come from the leader.
+    fn measured(&self, update: &UpdateId, transfer: &Transfer) {
+        let Some(epoch) = self.core.epoch().filter(|epoch| *epoch.id() == update.epoch) else { return };
+        self.with(|inner| {
+            let led = inner.led.as_ref().filter(|led| led.update == *update);
+            let leader = || {
+                let of = |led: &Led| epoch.commit.addresses.iter().find(|member| member.incarnation.pod_uid == led.pod_uid);
+                led.and_then(of).map(|member| member.member.clone())
+            };
+            let Some(from) = transfer.from.clone().or_else(leader) else { return };
+            let Transfer { by, bytes, took, .. } = transfer;
+            tracing::info!(version = update.version, %from, by = by.as_str(), bytes, ?took, "received a version");
+            inner.received = Some(Received {
+                version: update.version,
+                from,
+                by: transfer.by,
+                bytes: transfer.bytes,
+                microseconds: u64::try_from(transfer.took.as_micros()).unwrap_or(u64::MAX),
+            });
+        });
+    }
+
     pub(super) fn heard_leader(&self, update: &UpdateId) {
         let inner = crate::core::lock(&self.inner);
         if let Some(receiving) = inner.receiving.as_ref().filter(|receiving| receiving.update == *update) {
@@ -418,6 +440,12 @@ impl Listener for Weak<Rollout> {
     fn received(&self, update: &UpdateId, bytes: u64) {
         if let Some(rollout) = self.upgrade() {
             rollout.with(|inner| inner.machine.received(update, bytes));
+        }
+    }
+
+    fn measured(&self, update: &UpdateId, transfer: &Transfer) {
+        if let Some(rollout) = self.upgrade() {
+            rollout.measured(update, transfer);
         }
     }
 

@@ -25,6 +25,8 @@ async fn a_joiner_is_fed_by_the_source_before_it_is_ready() {
     let (layout, bytes) = weights(3);
     assert_eq!(joiner.engine.serves(), Some(served(&layout, &bytes)));
     assert_eq!(first.engine.get(|inside| inside.installs), 1, "who holds it is not switched again");
+    let received = joiner.state().received.unwrap();
+    assert_eq!((received.version, received.from, received.by), (3, source.name.clone(), TransportKind::Tcp));
 }
 
 #[tokio::test(flavor = "multi_thread")]

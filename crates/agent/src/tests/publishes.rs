@@ -36,6 +36,26 @@ async fn publish_to_three_rollouts_is_served_byte_for_byte() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn rollouts_report_who_sent_a_version_and_how_fast() {
+    let mut fixture = Fixture::new();
+    let (source, rollouts) = (fixture.source(), fixture.rollouts(2));
+    fixture.policy.min_ready = 2;
+    fixture.form(&all(&source, &rollouts), Some(&source)).await;
+    assert!(rollouts.iter().all(|rollout| rollout.state().received.is_none()));
+    publish(&source, 1, TestSource::of(1)).outcome().await.unwrap();
+    let sent: Vec<Received> = rollouts.iter().map(|rollout| rollout.state().received.unwrap()).collect();
+    let mut senders: Vec<&MemberName> = sent.iter().map(|received| &received.from).collect();
+    senders.sort();
+    assert!(senders.contains(&&source.name) && senders.iter().any(|sender| sender.0.starts_with("actors/")), "a chain: {senders:?}");
+    let (layout, _) = weights(1);
+    for received in &sent {
+        assert_eq!((received.version, received.by, received.bytes), (1, TransportKind::Tcp, layout.total_bytes));
+        assert!(received.microseconds > 0 && received.rate() > 0, "{received:?}");
+    }
+    assert_eq!(source.state().received, None, "it sent");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn windows_of_an_engine_that_serves_reach_the_trainer() {
     let mut fixture = Fixture::new();
     let (source, rollouts) = (fixture.source(), fixture.rollouts(2));

@@ -1,8 +1,8 @@
 //! The view of membership for status. Holds values only; `report.rs` fills them.
 
 use crate::protocol::{
-    EpochId, HeldVersion, Hindrance, Incarnation, MemberName, PodRef, PreflightReport, Reason, Returned, Role, TransportChoice, UpdateView,
-    Version,
+    EpochId, HeldVersion, Hindrance, Incarnation, MemberFabric, MemberName, PodRef, PreflightReport, Reason, Received, Returned, Role,
+    TransportChoice, UpdateView, Version,
 };
 
 /// State of the group.
@@ -73,6 +73,10 @@ pub struct MemberView {
     pub engine_url: Option<String>,
     /// Latest end of the pause of its engine by WeightSync, in ms since 1970.
     pub paused_until: Option<u64>,
+    /// How the last version came that it received.
+    pub received: Option<Received>,
+    /// What it reads with, where the group travels by reads.
+    pub fabric: Option<Box<MemberFabric>>,
     /// When it may join again, in ms of the clock that `step` was given.
     pub retry_at: Option<u64>,
     pub reason: Reason,

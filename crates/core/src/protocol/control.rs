@@ -7,8 +7,8 @@
 use serde::{Deserialize, Serialize};
 
 use super::{
-    EpochId, FabricReport, GpuReport, GroupFacts, Incarnation, MemberName, MixedWindow, PreflightReport, RefusedVersion, Role, Roster,
-    Statement, TransportChoice, UpdatePolicy, UpdateView, Version,
+    EpochId, FabricReport, GpuReport, GroupFacts, Incarnation, MemberFabric, MemberName, MixedWindow, PreflightReport, Received,
+    RefusedVersion, Role, Roster, Statement, TransportChoice, UpdatePolicy, UpdateView, Version,
 };
 
 /// Longest line of an event stream, in bytes: a snapshot with all its statements, or an update of two thousand members. Readers end a stream
@@ -312,6 +312,12 @@ pub struct MemberState {
     /// The preflight result of its epoch, if it is the leader.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub preflight: Option<Box<PreflightReport>>,
+    /// How the last version came that this agent received; none before the first.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub received: Option<Received>,
+    /// What it reads with in its epoch; none where bytes do not travel by reads.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fabric: Option<Box<MemberFabric>>,
     /// Why it is dirty, unknown, unhealthy or idle, as text.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,

@@ -65,6 +65,74 @@ impl FabricPlan {
     }
 }
 
+/// Most transports, GPUs, and devices of one GPU that a member lists.
+pub const MOST_FABRIC_NAMES: usize = 16;
+/// Longest path of a library and longest other name that a member lists, in bytes.
+pub const LONGEST_FABRIC_NAME: (usize, usize) = (512, 64);
+
+/// What a member reads the memory of others with, for status.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct MemberFabric {
+    /// File of NIXL's C interface.
+    pub library: String,
+    /// Version of NIXL; none where the file belongs to no package.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub version: Option<String>,
+    /// NIXL's backend.
+    pub plugin: String,
+    /// Transports that the backend may use.
+    pub transports: Vec<String>,
+    /// Network devices, by GPU.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub devices: Vec<GpuDevices>,
+}
+
+/// The network devices of the slots in one place.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct GpuDevices {
+    /// UUID of the GPU that the slots lie on; none for host memory.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gpu: Option<String>,
+    /// Names of the devices, e.g. `mlx5_0:1`.
+    pub names: Vec<String>,
+}
+
+impl MemberFabric {
+    /// Cut to what a report may carry.
+    #[must_use]
+    pub fn bounded(mut self) -> Self {
+        let (path, name) = LONGEST_FABRIC_NAME;
+        cut(&mut self.library, path);
+        cut(&mut self.plugin, name);
+        if let Some(version) = &mut self.version {
+            cut(version, name);
+        }
+        cut_all(&mut self.transports, name);
+        self.devices.truncate(MOST_FABRIC_NAMES);
+        for GpuDevices { gpu, names } in &mut self.devices {
+            if let Some(gpu) = gpu {
+                cut(gpu, name);
+            }
+            cut_all(names, name);
+        }
+        self
+    }
+}
+
+fn cut_all(names: &mut Vec<String>, most: usize) {
+    names.truncate(MOST_FABRIC_NAMES);
+    for name in names {
+        cut(name, most);
+    }
+}
+
+fn cut(text: &mut String, most: usize) {
+    let end = (0..=most.min(text.len())).rev().find(|at| text.is_char_boundary(*at)).unwrap_or(0);
+    text.truncate(end);
+}
+
 /// Whether a member can read the memory of others, and let them read its own.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]

@@ -89,6 +89,53 @@ pub struct MemberProgress {
     pub reason: Option<String>,
 }
 
+/// How the bytes of a version came to a member, as that member measured it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Received {
+    /// The version.
+    pub version: Version,
+    /// The member that sent them: the one before in the chain, the one whose memory was read, or over NCCL the leader.
+    pub from: MemberName,
+    /// How they travelled. Joiners get theirs over TCP, whatever the group uses.
+    pub by: TransportKind,
+    /// How many.
+    pub bytes: u64,
+    /// From the first byte to the last, in microseconds. Waits for the sender count.
+    pub microseconds: u64,
+}
+
+impl Received {
+    /// Bytes a second.
+    pub fn rate(&self) -> u64 {
+        let rate = u128::from(self.bytes) * 1_000_000 / u128::from(self.microseconds.max(1));
+        u64::try_from(rate).unwrap_or(u64::MAX)
+    }
+}
+
+/// A way in which bytes travel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum TransportKind {
+    /// Over connections.
+    Tcp,
+    /// By broadcasts between GPUs, or out of the leader's GPU memory.
+    Nccl,
+    /// By reads from the memory of the member before.
+    Gdr,
+}
+
+impl TransportKind {
+    /// As status and metrics name it.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Tcp => "tcp",
+            Self::Nccl => "nccl",
+            Self::Gdr => "gdr",
+        }
+    }
+}
+
 /// Steps of a rollout in an update, in order; `Failed` may follow any.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub enum InstallStep {

@@ -33,7 +33,7 @@ pub struct TransportPolicy {
     /// NCCL: slots of the ring on each GPU. GDR: registered slots.
     #[serde(default)]
     pub slots: u32,
-    /// GDR: whether reads may go over TCP where there is no RDMA device.
+    /// GDR: whether reads may go over TCP where there is no RDMA device. NCCL: whether broadcasts may pass TCP sockets where there is one.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub allow_tcp: bool,
     /// NCCL: its settings, `NCCL_*` of the allow-list.

@@ -203,6 +203,8 @@ impl Agent {
             wedged: false,
             engine_restarts: 0,
             paused_until: None,
+            received: None,
+            fabric: None,
             mixed: Vec::new(),
             preflight: None,
             reason: None,

@@ -14,7 +14,7 @@ use tokio_util::sync::CancellationToken;
 use super::asks::{Broadcast, Copy, Joined, Sums};
 use super::held::{Event, Held, HostMemory, ImportedMemory, Resource, Span};
 use super::pending::Pending;
-use super::process::{self, WorkerStart};
+use super::process::{self, Network, WorkerStart};
 use super::ring::Ring;
 use super::wire::{self, Outgoing};
 use super::{GRACE, WorkerError};
@@ -48,6 +48,7 @@ struct Shared {
     ended: CancellationToken,
     lost: CancellationToken,
     gpu: OnceLock<String>,
+    network: Arc<Network>,
 }
 
 impl Worker {
@@ -59,7 +60,8 @@ impl Worker {
         let (outbox, frames) = mpsc::unbounded_channel();
         let (kill, ended, closed) = (CancellationToken::new(), CancellationToken::new(), CancellationToken::new());
         let (pending, gpu) = (Pending::default(), OnceLock::new());
-        let shared = Arc::new(Shared { pending, outbox, kill: kill.clone(), ended, lost: closed.clone(), gpu });
+        let network = Network::new(start);
+        let shared = Arc::new(Shared { pending, outbox, kill: kill.clone(), ended, lost: closed.clone(), gpu, network: network.clone() });
         tokio::spawn(wire::write(frames, write));
         let (book, shut) = (Arc::clone(&shared), closed.clone());
         tokio::spawn(async move {
@@ -69,7 +71,7 @@ impl Worker {
         });
         let (book, label, stop) = (Arc::clone(&shared), start.label.clone(), kill.clone());
         tokio::spawn(async move {
-            process::supervise(child, &label, &book.pending, stop, closed).await;
+            process::supervise(child, (&label, network), &book.pending, stop, closed).await;
             tracing::debug!(worker = %label, cause = ?book.pending.cause(), "a GPU worker ended");
             book.ended.cancel();
         });
@@ -220,7 +222,14 @@ impl Worker {
         self.joined("shrink a group", WorkerRequest::Shrink { group, into, without, revoke }, within).await
     }
 
+    /// Why broadcasts of a group that it joined pass TCP sockets between hosts, as NCCL's log says. None where they do not, where the log was not
+    /// [asked for](WorkerStart::with_nccl_log), or where it is not read so far in time.
+    pub async fn over_sockets(&self, group: u64, within: Duration) -> Option<String> {
+        self.shared.network.over_sockets(group, within).await
+    }
+
     async fn joined(&self, what: &'static str, request: WorkerRequest, within: Duration) -> Result<Joined, WorkerError> {
+        self.shared.network.begins();
         match self.ask(what, request, within, Vec::new(), None).await? {
             WorkerAnswer::Joined { rank, world, init_ms, warm_up_ms } => {
                 Ok(Joined { rank, world, init: milliseconds(init_ms), warm_up: milliseconds(warm_up_ms) })

@@ -15,9 +15,11 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use tokio::io::{AsyncBufReadExt, AsyncRead, BufReader};
 use tokio::process::{Child, Command};
+use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use super::WorkerError;
+use super::nccl_log::{self, Line, NcclLog};
 use super::pending::Pending;
 use weightsync_core::protocol::worker::UcxSettings;
 
@@ -66,6 +68,25 @@ impl WorkerStart {
         Ok(self)
     }
 
+    /// So that NCCL's log is read for [`Worker::over_sockets`](super::Worker::over_sockets). What the user set of it stays in force.
+    #[must_use]
+    pub fn with_nccl_log(mut self) -> Self {
+        let own = |name: &str| std::env::var(name).ok();
+        let given = |name: &str| {
+            let of = |list: &[(OsString, OsString)]| list.iter().rfind(|(known, _)| known == name).map(|(_, value)| value.clone());
+            let given = of(&self.environment).and_then(|value| value.into_string().ok());
+            given.or_else(|| own(name)).or_else(|| of(&self.defaults).and_then(|value| value.into_string().ok()))
+        };
+        let settings = nccl_log::settings(given("NCCL_DEBUG").as_deref(), given("NCCL_DEBUG_SUBSYS").as_deref());
+        self.environment.extend(settings.map(|(name, value)| (name.into(), value.into())));
+        self
+    }
+
+    /// Whether NCCL's information is read and not shown.
+    fn is_quiet(&self) -> bool {
+        self.environment.iter().rfind(|(name, _)| name == nccl_log::ASKED).is_some_and(|(_, value)| value == "quiet")
+    }
+
     /// Starts the child and gives our end of the socket pair.
     pub(super) fn spawn(&self) -> Result<(Child, UnixStream), WorkerError> {
         let start = || -> std::io::Result<(Child, UnixStream)> {
@@ -86,16 +107,61 @@ impl WorkerStart {
     }
 }
 
+/// What the lines of a worker say of its network.
+pub(super) struct Network {
+    quiet: bool,
+    log: Mutex<NcclLog>,
+    /// The group that it joined last, by its log.
+    joined: watch::Sender<Option<u64>>,
+}
+
+impl Network {
+    pub(super) fn new(start: &WorkerStart) -> Arc<Self> {
+        Arc::new(Self { quiet: start.is_quiet(), log: Mutex::default(), joined: watch::Sender::new(None) })
+    }
+
+    /// Another group is joined.
+    pub(super) fn begins(&self) {
+        self.log.lock().begins();
+    }
+
+    /// Why broadcasts of a joined group pass TCP sockets; none where they do not, or where the log does not get so far in time.
+    pub(super) async fn over_sockets(&self, group: u64, within: Duration) -> Option<String> {
+        let mut joined = self.joined.subscribe();
+        let read = tokio::time::timeout(within, joined.wait_for(|joined| *joined == Some(group))).await;
+        read.ok()?.ok()?;
+        self.log.lock().over_sockets()
+    }
+
+    /// Takes a line; whether it is one for people.
+    fn shows(&self, line: &str) -> bool {
+        let kind = self.log.lock().read(line);
+        match kind {
+            Line::Joined(group) => {
+                self.joined.send_replace(Some(group));
+                false
+            }
+            Line::Info => !self.quiet,
+            Line::Other => true,
+        }
+    }
+}
+
 #[derive(Clone)]
 struct LastLines {
     label: Arc<str>,
     lines: Arc<Mutex<VecDeque<String>>>,
+    network: Arc<Network>,
 }
 
 impl LastLines {
     async fn follow(self, output: impl AsyncRead + Unpin) {
         let mut lines = BufReader::new(output).lines();
         while let Ok(Some(line)) = lines.next_line().await {
+            if !self.network.shows(&line) {
+                tracing::debug!(worker = %self.label, line, "the worker wrote a line");
+                continue;
+            }
             tracing::info!(worker = %self.label, line, "the worker wrote a line");
             let mut kept = self.lines.lock();
             if kept.len() == KEPT_LINES {
@@ -112,8 +178,14 @@ impl LastLines {
 }
 
 /// Watches a worker from its start to its end, and books the end. `closed` is cancelled when its socket closed, `kill` when it must end.
-pub(super) async fn supervise(mut child: Child, label: &str, pending: &Pending, kill: CancellationToken, closed: CancellationToken) {
-    let last = LastLines { label: label.into(), lines: Arc::default() };
+pub(super) async fn supervise(
+    mut child: Child,
+    (label, network): (&str, Arc<Network>),
+    pending: &Pending,
+    kill: CancellationToken,
+    closed: CancellationToken,
+) {
+    let last = LastLines { label: label.into(), lines: Arc::default(), network };
     let mut readers = tokio::task::JoinSet::new();
     if let Some(output) = child.stdout.take() {
         readers.spawn(last.clone().follow(output));

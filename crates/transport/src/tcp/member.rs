@@ -164,6 +164,7 @@ impl Session {
         inlet: Inlet,
     ) -> Self {
         let (me, from) = (hello.to.clone(), hello.from.clone());
+        let intake = Intake::new(&hello, store);
         let mut rest = hello.rest.iter().cloned();
         let offered = carrier.as_ref().and_then(|carrier| carrier.offers());
         let mut downstream = rest.next().map(|(name, address)| {
@@ -179,7 +180,6 @@ impl Session {
             carrier.taken(taken);
         }
         let open_behind = downstream.is_none();
-        let intake = Intake::new(me.clone(), store);
         Self { me, from, upstream, intake, carrier, relays, end_came: false, inlet, downstream, open_behind, admitted: false }
     }
 

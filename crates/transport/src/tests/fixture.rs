@@ -13,7 +13,7 @@ use tokio::sync::watch;
 use tokio::time::timeout;
 
 use crate::tcp::{TcpOptions, TcpTransport};
-use crate::{Admission, BucketSink, BucketStore, Fault, Transport, TransportError};
+use crate::{Admission, BucketSink, BucketStore, Fault, Transfer, Transport, TransportError};
 use weightsync_core::protocol::{BucketHeader, CarriedBy, DataHello, EpochId, MemberName, Refusal, RefusalCode, UpdateId};
 use weightsync_core::weights::{bucket_digest, gsum64};
 use weightsync_net::identity::PeerIdentity;
@@ -29,6 +29,7 @@ pub struct Seen {
     pub bytes: Vec<u8>,
     pub buckets: Vec<u32>,
     pub ended: bool,
+    pub transfers: Vec<Transfer>,
     pub broken: Option<(Option<String>, String)>,
     /// Calls that came after the last word.
     pub too_late: usize,
@@ -106,6 +107,10 @@ impl BucketStore for Record {
             seen.buckets.push(header.sequence);
         });
         Ok(())
+    }
+
+    fn measured(&self, transfer: &Transfer) {
+        self.note(|seen| seen.transfers.push(transfer.clone()));
     }
 
     fn end(&self) -> Result<(), Refusal> {
@@ -236,6 +241,11 @@ impl Fixture {
         }
         let (gdr, carried) = fabric::transport(tcp, name, epoch()).await;
         (Box::new(gdr), Some(carried))
+    }
+
+    /// Whether payloads are read through NIXL.
+    pub fn reads(&self) -> bool {
+        self.fabric
     }
 
     pub async fn member(&self, name: &str, refuse: Refuse) -> Member {

@@ -1,12 +1,12 @@
 //! What every transport promises.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio::time::timeout;
 
 use super::fixture::{Fixture, LONG, PATIENT, Refuse, buckets, finish, hello, send};
 use crate::TransportError;
-use weightsync_core::protocol::BucketHeader;
+use weightsync_core::protocol::{BucketHeader, TransportKind};
 
 const FOUR: [Refuse; 4] = [Refuse::Nothing; 4];
 /// Short enough for a test, long enough for a busy machine.
@@ -49,6 +49,7 @@ macro_rules! promises {
 
 promises!(
     every_member_stores_every_byte_once,
+    every_member_measures_what_it_received,
     an_empty_stream_ends,
     a_bucket_may_come_in_any_order_of_offsets,
     two_streams_at_once_do_not_mix,
@@ -84,11 +85,32 @@ async fn every_member_stores_every_byte_once(fixture: Fixture) {
     }
 }
 
+async fn every_member_measures_what_it_received(fixture: Fixture) {
+    let by = if fixture.reads() { TransportKind::Gdr } else { TransportKind::Tcp };
+    let members = fixture.members(&FOUR).await;
+    let (stream, buckets) = buckets(&[100_000, 3, 500_000]);
+    let (_leader, mut sink) = fixture.open(&members, PATIENT).await.unwrap();
+    let begun = Instant::now();
+    for bucket in &buckets {
+        send(&mut sink, bucket).await.unwrap();
+    }
+    finish(sink).await.unwrap();
+    let mut from = "trainer/0".to_owned();
+    for member in &members {
+        let seen = member.record().seen.borrow().clone();
+        let [transfer] = seen.transfers.as_slice() else { panic!("{:?}", seen.transfers) };
+        assert_eq!(transfer.from.as_ref().map(|name| name.0.as_str()), Some(from.as_str()));
+        assert_eq!((transfer.by, transfer.bytes), (by, stream.len() as u64));
+        assert!(transfer.took > Duration::ZERO && transfer.took < begun.elapsed(), "{:?}", transfer.took);
+        from = member.name.0.clone();
+    }
+}
+
 async fn an_empty_stream_ends(fixture: Fixture) {
     let members = fixture.members(&FOUR).await;
     let (_leader, sink) = fixture.open(&members, PATIENT).await.unwrap();
     finish(sink).await.unwrap();
-    assert!(members.iter().all(|member| member.record().seen.borrow().ended));
+    assert!(members.iter().all(|member| member.record().seen.borrow().ended && member.record().seen.borrow().transfers.is_empty()));
 }
 
 async fn a_bucket_may_come_in_any_order_of_offsets(fixture: Fixture) {

@@ -15,6 +15,7 @@ impl Listener for Ends {
         self.0.get().unwrap().upgrade().unwrap().discard();
     }
     fn received(&self, _: &UpdateId, _: u64) {}
+    fn measured(&self, _: &UpdateId, _: &Transfer) {}
     fn streamed(&self, _: &UpdateId, _: u64) -> Result<(), Refusal> {
         Ok(())
     }

@@ -1,7 +1,7 @@
 use super::*;
 use weightsync_core::protocol::EpochId;
 use weightsync_core::weights::{Dtype, TensorSpec};
-use weightsync_transport::Fault;
+use weightsync_transport::{Fault, Transfer};
 
 /// Far longer than an answer takes.
 const SOON: Duration = Duration::from_secs(20);
@@ -11,6 +11,7 @@ struct Deaf;
 impl Listener for Deaf {
     fn moving(&self) {}
     fn received(&self, _: &UpdateId, _: u64) {}
+    fn measured(&self, _: &UpdateId, _: &Transfer) {}
     fn streamed(&self, _: &UpdateId, _: u64) -> Result<(), Refusal> {
         Ok(())
     }

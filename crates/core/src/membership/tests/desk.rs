@@ -277,6 +277,8 @@ fn state(n: u32, number: u32) -> MemberState {
         wedged: false,
         engine_restarts: 0,
         paused_until: None,
+        received: None,
+        fabric: None,
         mixed: Vec::new(),
         preflight: None,
         reason: None,

@@ -58,7 +58,7 @@ pub(super) fn messages() -> Vec<Message> {
     let preflight = json!({"id": id, "transport": "tcp", "asked": "r", "done": true, "measured": 1, "tookMs": 2, "edges": [edge], "arrangement": arrangement});
     let state = json!({
         "preflight": preflight, "member": "rollouts/a", "incarnation": life, "role": "rollout", "phase": "Ready", "epoch": id, "rosterDigest": "d", "transport": choice,
-        "retained": held, "earlier": [held], "returned": returned, "installed": held, "refused": [{"held": held, "measured": "m"}], "engine": engine, "engineRestarts": 2, "healthy": true, "wedged": false, "pausedUntil": 5, "mixed": [mixed], "reason": "r",
+        "retained": held, "earlier": [held], "returned": returned, "installed": held, "refused": [{"held": held, "measured": "m"}], "engine": engine, "engineRestarts": 2, "healthy": true, "wedged": false, "pausedUntil": 5, "mixed": [mixed], "received": {"version": 9, "from": "rollouts/b", "by": "gdr", "bytes": 24, "microseconds": 3}, "fabric": {"library": "l", "version": "1", "plugin": "UCX", "transports": ["rc"], "devices": [{"gpu": "GPU-1", "names": ["mlx5_0:1"]}]}, "reason": "r",
     });
     let row = json!({"member": "rollouts/a", "bytes": 5, "step": "Receiving", "reason": "r"});
     let view = json!({

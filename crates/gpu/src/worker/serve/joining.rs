@@ -4,11 +4,13 @@
 //! needed, so that the first bucket does not pay for them. Engines that join by themselves enter another operation first, or none: that is what
 //! the group is proven with then.
 
+use std::io::Write as _;
 use std::sync::Arc;
 use std::time::Instant;
 
 use super::groups::Group;
 use super::{Gpu, Server, invalid, late, milliseconds_since};
+use crate::worker::nccl_log;
 use crate::{Communicator, Event, GpuError, Progress, Scratch, Shrinking, Stream};
 use weightsync_core::protocol::worker::{Proof, WorkerAnswer, WorkerFault, WorkerFaultCode, WorkerRequest};
 
@@ -163,6 +165,17 @@ impl WarmUp {
     }
 }
 
+/// Writes that a group is joined, after all that NCCL wrote of it, where NCCL's log is read.
+fn say_joined(group: u64) {
+    if std::env::var_os(nccl_log::ASKED).is_none() {
+        return;
+    }
+    crate::nccl::flush_log();
+    let mut out = std::io::stdout().lock();
+    // Without the line the network stays unknown.
+    let _ = writeln!(out, "{}", nccl_log::joined(group)).and_then(|()| out.flush());
+}
+
 impl Server {
     pub(super) fn join(&mut self, id: u64, request: &WorkerRequest, begun: Instant, end: Instant) {
         let WorkerRequest::Join { group, id: nccl_id, rank, world, proof } = request else { return };
@@ -260,6 +273,7 @@ impl Server {
                 if let Some(old) = joining.old.take() {
                     self.abort_aside(joining.group, vec![old], Vec::new());
                 }
+                say_joined(joining.group);
                 self.answer(joining.id, Ok(WorkerAnswer::Joined { rank, world, init_ms, warm_up_ms: milliseconds_since(begun) }));
             }
             Step::Failed(fault, communicator) => {
