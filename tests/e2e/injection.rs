@@ -1,16 +1,19 @@
 //! The sidecar and the wrapped container: the same by the chart's admission policies and by hand; and what they refuse.
 
+use std::panic::AssertUnwindSafe;
 use std::process::Stdio;
 use std::time::Duration;
 
+use futures::FutureExt;
 use k8s_openapi::api::core::v1::Pod;
 use kube::api::PostParams;
 use serde_json::{Value, json};
 use tokio::io::AsyncWriteExt;
 use tokio::process::Command;
 
-use super::cluster::Cluster;
+use super::cluster::{Cluster, eventually};
 use super::fixtures::{simulated_vllm, torch_trainer, wrapped};
+use super::operator::{NAMESPACE, helm, upgrade};
 
 /// What the API server says to a pod, without making it.
 async fn ask(cluster: &Cluster, pod: &Value) -> Result<Pod, kube::Error> {
@@ -110,6 +113,27 @@ async fn a_pod_that_cannot_be_wrapped_is_refused_with_what_to_write() {
                 assert!(refused.contains(word), "{word}: {refused}");
             }
         }
+    })
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_sidecar_asks_for_what_the_chart_says_of_device_plugins() {
+    Cluster::run("injected-devices", |cluster| async move {
+        upgrade(&["--set", r"injection.resources.limits.nvidia\.com/gpu=1,injection.resources.limits.rdma/hca=1"]).await;
+        let asked = eventually("the policy of the upgrade holds", Duration::from_secs(60), || async {
+            let limits = would_be(&cluster, &simulated_vllm("any")).await["initContainers"][0]["resources"]["limits"].clone();
+            if limits.is_null() { Err("no limits") } else { Ok(limits) }
+        });
+        // Other tests' pods are to be as before, whatever comes of this one.
+        let asked = AssertUnwindSafe(asked).catch_unwind().await;
+        helm(&["rollback", "weightsync", "--namespace", NAMESPACE, "--wait", "--timeout", "120s"]).await;
+        eventually("the policy before it holds again", Duration::from_secs(60), || async {
+            let limits = would_be(&cluster, &simulated_vllm("any")).await["initContainers"][0]["resources"]["limits"].clone();
+            if limits.is_null() { Ok(()) } else { Err(limits) }
+        })
+        .await;
+        assert_eq!(asked.unwrap(), json!({"nvidia.com/gpu": "1", "rdma/hca": "1"}));
     })
     .await;
 }

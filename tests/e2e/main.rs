@@ -13,6 +13,7 @@ mod faults;
 mod fence;
 mod fixtures;
 mod going_back;
+mod gpus;
 mod http;
 mod injection;
 mod invalid;

@@ -1,6 +1,7 @@
 //! The operator's tools on a cluster: the plugin's verbs through the real API server, agents' metrics, and what they log.
 
 mod network;
+mod preflight;
 
 use std::path::PathBuf;
 use std::process::Stdio;
@@ -70,6 +71,8 @@ async fn the_plugins_verbs_work_on_a_cluster() {
             let lines = tar(&["-xO", log]);
             assert!(lines.lines().count() > 0 && lines.lines().all(|line| line.contains("\"target\":\"weightsync")), "{log}: {lines}");
         }
+
+        preflight::edges_of_a_running_group_are_measured(&cluster).await;
 
         verb(&cluster, &["release", "run", "--timeout", "60"], 0).await;
         cluster.patch_weightsync("run", &json!({"spec": {"suspend": false}})).await.unwrap();

@@ -21,6 +21,12 @@ mkdir -p "$WEIGHTSYNC_SHARE/models" "$WEIGHTSYNC_SHARE/e2e"
 cp "$root"/tests/e2e/*.py "$WEIGHTSYNC_SHARE/e2e/"
 # Makes a new file: the old one may still run.
 install "${WEIGHTSYNC_LIAR:-$(dirname "$binary")/examples/liar}" "$WEIGHTSYNC_SHARE/e2e/liar"
+# The stand-in for GPUs: where libnccl looks for libcuda, it finds the same file.
+libraries=$(CARGO_TARGET_DIR=$root/target "$root/tests/fakegpu/build.sh")
+mkdir -p "$WEIGHTSYNC_SHARE"/gpus/{lib64,nccl}
+install "$libraries/libcuda.so.1" "$WEIGHTSYNC_SHARE/gpus/lib64/"
+install "$libraries/libnccl.so.2" "$WEIGHTSYNC_SHARE/gpus/nccl/"
+ln -f "$WEIGHTSYNC_SHARE/gpus/lib64/libcuda.so.1" "$WEIGHTSYNC_SHARE/gpus/nccl/"
 rm -rf "$WEIGHTSYNC_SHARE/python"
 mkdir "$WEIGHTSYNC_SHARE/python"
 cp -r "$root/python/weightsync" "$WEIGHTSYNC_SHARE/python/"
@@ -36,3 +42,9 @@ helm upgrade --install weightsync "$root/charts/weightsync" --namespace weightsy
 # The same tag may hold a new image.
 kubectl -n weightsync-system rollout restart deployment/weightsync
 kubectl -n weightsync-system rollout status deployment/weightsync --timeout=120s
+
+# The device plugin that hands the GPUs out; the same file may hold a new program.
+kubectl apply -f "$root/tests/e2e/gpus.yaml"
+kubectl -n kube-system rollout restart daemonset/gpus
+kubectl -n kube-system rollout status daemonset/gpus --timeout=120s
+kubectl wait nodes --all --for='jsonpath={.status.allocatable.nvidia\.com/gpu}=8' --timeout=60s

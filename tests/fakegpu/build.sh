@@ -16,9 +16,11 @@ if [ ! -e "$out" ]; then
     parts+=($!)
   done
   for part in "${parts[@]}"; do wait "$part"; done
-  compile -shared -Wl,-z,defs,-soname,libcuda.so.1 -o "$made/libcuda.so.1" "$made"/{report,device,memory,stream,ipc,module}.o
+  # Containers need not have the C++ library.
+  alone=(-static-libstdc++ -static-libgcc "-Wl,--exclude-libs,ALL")
+  compile -shared "${alone[@]}" -Wl,-z,defs,-soname,libcuda.so.1 -o "$made/libcuda.so.1" "$made"/{report,device,memory,stream,ipc,module}.o
   # Found next to it, and only there: a real driver on the machine is not for this NCCL.
-  compile -shared -Wl,-z,defs,-soname,libnccl.so.2 -o "$made/libnccl.so.2" "$made"/{nccl,group}.o "$made/libcuda.so.1" "-Wl,-rpath,\$ORIGIN"
+  compile -shared "${alone[@]}" -Wl,-z,defs,-soname,libnccl.so.2 -o "$made/libnccl.so.2" "$made"/{nccl,group,links}.o "$made/libcuda.so.1" "-Wl,-rpath,\$ORIGIN"
   rm "$made"/*.o
   # Anyone who comes second finds the folder taken and keeps the first one's.
   mv -T "$made" "$out" 2>/dev/null || [ -e "$out/libnccl.so.2" ]

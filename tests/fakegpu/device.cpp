@@ -28,23 +28,27 @@ static Device *make_device(int number) {
   return device;
 }
 
-// CUDA_VISIBLE_DEVICES as the driver reads it: indices or UUIDs (or their beginnings), up to the first that is none.
-static std::vector<Device *> make_devices() {
-  std::vector<Device *> all, seen;
-  for (int number = 0; number < setting("FAKEGPU_COUNT", 4); number++) all.push_back(make_device(number));
-  const char *visible = getenv("CUDA_VISIBLE_DEVICES");
-  if (!visible) {
-    seen = all;
-  } else {
-    std::istringstream list(visible);
-    for (std::string one; std::getline(list, one, ',');) {
-      Device *found = nullptr;
-      for (Device *device : all)
-        if (one == std::to_string(device->number) || (one.size() > 4 && device->uuid_text.rfind(one, 0) == 0)) found = device;
-      if (!found) break;
-      seen.push_back(found);
-    }
+// Those that a list names, by indices or UUIDs (or their beginnings), up to the first that is none.
+static std::vector<Device *> named(const std::vector<Device *> &all, const char *by) {
+  std::vector<Device *> seen;
+  std::istringstream list(by);
+  for (std::string one; std::getline(list, one, ',');) {
+    Device *found = nullptr;
+    for (size_t index = 0; index < all.size(); index++)
+      if (one == std::to_string(index) || (one.size() > 4 && all[index]->uuid_text.rfind(one, 0) == 0)) found = all[index];
+    if (!found) break;
+    seen.push_back(found);
   }
+  return seen;
+}
+
+// NVIDIA_VISIBLE_DEVICES says what the container runtime let in, CUDA_VISIBLE_DEVICES what of that the driver shows.
+static std::vector<Device *> make_devices() {
+  std::vector<Device *> seen;
+  for (int number = 0; number < setting("FAKEGPU_COUNT", 4); number++) seen.push_back(make_device(number));
+  const char *let_in = getenv("NVIDIA_VISIBLE_DEVICES"), *shown = getenv("CUDA_VISIBLE_DEVICES");
+  if (let_in && strcmp(let_in, "all")) seen = named(seen, let_in);
+  if (shown) seen = named(seen, shown);
   for (size_t ordinal = 0; ordinal < seen.size(); ordinal++) seen[ordinal]->ordinal = int(ordinal);
   return seen;
 }

@@ -1,4 +1,5 @@
-// What the ranks of one communicator share: a file in memory, one row a rank. No one notices that a rank is gone.
+// What the ranks of one communicator share: a file in memory, or connections between their hosts; one row a rank. No one notices that a rank
+// is gone.
 #pragma once
 
 #include <atomic>
@@ -51,6 +52,8 @@ struct Board {
   Row rows[MAX_RANKS];
 };
 
+class Links;
+
 // One rank's place in a group. Waits end when what they wait for is there, or by `stop`.
 class Group {
  public:
@@ -72,16 +75,18 @@ class Group {
 
  private:
   bool wait(const std::atomic<bool> &stop, const std::function<bool()> &reached);
-  void ring();
-  uint64_t enter(const Span &span, int root);
-  bool send(uint64_t number, uint64_t bytes, const DataFault &fault, const std::atomic<bool> &stop);
-  bool receive(const Span &span, int root, const Entry &entry, const DataFault &fault, const std::atomic<bool> &stop);
+  void ring(const std::atomic<bool> &stop);
+  uint64_t enter(const Span &span, int root, const std::atomic<bool> &stop);
+  bool send(uint64_t number, const Span &span, const DataFault &fault, const std::atomic<bool> &stop);
+  bool receive(uint64_t number, const Span &span, int root, const Entry &entry, const DataFault &fault, const std::atomic<bool> &stop);
   bool all(const std::function<bool(Row &)> &hold);
-  char *peer_memory(const Entry &entry);
+  // What a rank named in its entry of that collective.
+  char *named_by(int other, uint64_t number, const Entry &entry);
 
   const int version_;
   Device *const device_;
   Board *board_ = nullptr;
+  std::unique_ptr<Links> links_;  // to ranks of other hosts
   int held_ = -1;  // the row's file, locked as long as the rank has the communicator
   uint64_t collectives_ = 0;
   std::map<std::string, std::pair<char *, size_t>> mapped_;

@@ -13,7 +13,7 @@
 #include <strings.h>
 #include <unistd.h>
 
-#include "group.h"
+#include "links.h"
 
 using namespace fake;
 
@@ -176,6 +176,9 @@ int check_config(const Config *config, bool *blocking) {
 int make(void **out, int world, UniqueId id, int rank, const Config *config) {
   Device *device = current();
   if (!device) return violation("a communicator without a current context"), failed(1, "no CUDA context");
+  // init.cc asks the runtime for the device first.
+  if (setting("FAKEGPU_NCCL_CUDA", 12) > setting("FAKEGPU_DRIVER_VERSION", 13000) / 1000)
+    return failed(1, "Cuda failure 'CUDA driver version is insufficient for CUDA runtime version'");
   bool blocking;
   if (int wrong = check_config(config, &blocking)) return wrong;
   if (world < 1 || world > MAX_RANKS || rank < 0 || rank >= world) return failed(NCCL_INVALID_ARGUMENT, "Invalid rank requested");
@@ -356,6 +359,7 @@ FAKE_API int ncclCommShrink(void *handle, int *excluded, int count, void **out, 
   auto parent = comm_of(handle, "ncclCommShrink");
   bool blocking;
   if (int wrong = check_config(config, &blocking)) return wrong;
+  if (is_meeting(parent->group.name)) return failed(NCCL_INVALID_USAGE, "a group of several hosts cannot shrink here");
   std::set<int> without(excluded, excluded + count);
   if (without.count(parent->group.rank)) return failed(NCCL_INVALID_ARGUMENT, "a rank excludes itself");
   int rank = 0;

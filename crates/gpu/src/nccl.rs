@@ -26,6 +26,10 @@ const IN_PROGRESS: Code = 7;
 /// The oldest that takes [`Config`]'s layout.
 const OLDEST: Version = Version(21700);
 
+/// What helps where there is none, or one that does not fit the driver.
+const INSTALL: &str = "put the package nvidia-nccl-cu12 or nvidia-nccl-cu13, as the driver's CUDA is, into the agent's container, or name the \
+                       library by WEIGHTSYNC_NCCL";
+
 /// `ncclUniqueId`; travels by value.
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -119,7 +123,7 @@ impl Nccl {
                 Err(cause) => tried.push(format!("{}: {cause}", candidate.display())),
             }
         }
-        Err(GpuError::NoNccl { cause: tried.join("; ") })
+        Err(GpuError::NoNccl { cause: format!("{}: {INSTALL}", tried.join("; ")) })
     }
 
     fn load_one(path: &Path) -> Result<Self, String> {

@@ -150,3 +150,19 @@ async fn auto_goes_over_tcp_where_a_member_has_no_gpu() {
     assert_eq!(installed(&world.publish(&checkpoint, 1, &[]).await.done()).len(), 2);
     assert!(world.serves(0, &one).await && world.serves(1, &one).await);
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_member_whose_nccl_the_driver_refuses_is_left_out() {
+    let machine = Machine::new();
+    // As NCCL for a newer CUDA than the driver's: it fails before any other rank is asked.
+    machine.order("ncclCommInitRankConfig@2 * error 1");
+    let mut world = World::start_on(&machine, nccl(), json!({}), [Actor::new(), Actor::new()]).await;
+    let why = world.reported("PeerUnreachable", "rollouts/actor-1").await;
+    for word in ["libnccl.so.2 begins no communicator", "unhandled cuda error", "nvidia-nccl-cu12"] {
+        assert!(why.contains(word), "{word}: {why}");
+    }
+    until("one replica to be ready", || async { world.replicas("ready").await == ["rollouts/actor-0"] }).await;
+    let checkpoint = Model::large(1).save(&world.folder().join("v1"));
+    let result = world.publish(&checkpoint, 1, &[]).await.done();
+    assert_eq!(installed(&result), ["rollouts/actor-0"], "{result}");
+}

@@ -24,6 +24,30 @@ async fn three_receivers_hold_the_bytes_that_one_source_sent() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn ranks_of_several_hosts_move_bytes_over_tcp() {
+    // Each machine has memory and files of its own, as hosts do.
+    let hosts = [(); 2].map(|()| Machine::new().with("FAKEGPU_NCCL_ADDRESS", "127.0.0.1"));
+    let places = [(&hosts[0], 0), (&hosts[1], 1), (&hosts[1], 2)];
+    let members = all(places.map(async |(host, gpu)| Member::new(host.worker(gpu).await).await)).await;
+    let members: Vec<&Member> = members.iter().collect();
+    form(1, &members).await;
+    for (seed, length) in [(1, SLOT as usize), (2, 300_003), (3, 1)] {
+        verified_broadcast(1, &members, &pattern(seed, length)).await;
+    }
+    // One that is gone is not noticed: the others wait until they abort.
+    members[2].worker.kill("the test says so");
+    members[2].worker.ended().await;
+    let slots = all(members[..2].iter().map(|member| member.ring.take(SOON))).await;
+    let waits = members[1].broadcast(1, slots[1].as_ref().unwrap(), SLOT, Duration::from_millis(300)).await.unwrap_err();
+    assert_eq!(fault(&waits), WorkerFaultCode::Late, "{waits}");
+    abort(1, &members[..2]).await;
+    drop(slots);
+    form(2, &members[..2]).await;
+    verified_broadcast(2, &members[..2], &pattern(4, SLOT as usize)).await;
+    abort(2, &members[..2]).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn slots_are_filled_sent_and_read_in_the_order_of_the_requests() {
     let machine = Machine::new().with("FAKEGPU_JITTER_US", 2000);
     let members = machine.members(2).await;

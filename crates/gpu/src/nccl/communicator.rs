@@ -6,7 +6,7 @@
 use std::ffi::c_int;
 use std::ptr::null_mut;
 
-use super::{Config, IN_PROGRESS, Nccl, Raw, SUCCESS, UniqueId};
+use super::{Config, IN_PROGRESS, INSTALL, Nccl, Raw, SUCCESS, UniqueId};
 use crate::memory::Address;
 use crate::{GpuError, Span, Stream};
 use weightsync_core::protocol::worker::NcclId;
@@ -49,7 +49,8 @@ impl Communicator {
             unsafe { (nccl.functions.comm_init_rank_config)(&raw mut raw, signed(world)?, UniqueId(id.0), signed(rank)?, &raw mut config) };
         let begun = nccl.check("ncclCommInitRankConfig", code, null_mut());
         if raw.is_null() {
-            begun?;
+            // No other rank was asked yet: what is wrong is this library on this driver. A CUDA newer than the driver's is found here.
+            begun.map_err(|error| GpuError::NoNccl { cause: format!("{} begins no communicator: {error}: {INSTALL}", nccl.path) })?;
             return Err(GpuError::Invalid { what: "ncclCommInitRankConfig gave no communicator".into() });
         }
         // From here on a failure aborts it.

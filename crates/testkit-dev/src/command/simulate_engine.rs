@@ -44,8 +44,8 @@ pub struct SimulateEngineArgs {
     /// vLLM only: leave out the routes of VLLM_SERVER_DEV_MODE=1.
     #[arg(long)]
     pub no_dev_mode: bool,
-    /// UUID of the GPU of the next worker rank; given once for each.
-    #[arg(long = "gpu", value_name = "UUID")]
+    /// UUID of the GPU of the next worker rank; given once for each. Without it, those that the container runtime let in, where it names them.
+    #[arg(long = "gpu", value_name = "UUID", env = "NVIDIA_VISIBLE_DEVICES", value_delimiter = ',')]
     pub gpus: Vec<String>,
     /// Folder of the stand-in GPU driver, in whose memory buckets are found.
     #[arg(long, value_name = "DIR", env = "FAKEGPU_DIR")]
@@ -146,7 +146,8 @@ impl SimulateEngineArgs {
             max_model_len: self.max_model_len,
             api_key: api_key.map(|key| key.text().to_owned()),
             dev_mode: !self.no_dev_mode,
-            gpus: self.gpus,
+            // The runtime's list may be `all` or `none`.
+            gpus: self.gpus.into_iter().filter(|gpu| gpu.starts_with("GPU-")).collect(),
             gpu_memory: self.fake_gpu.map(|folder| folder.join("memory")),
             ray: !self.no_ray,
             abort_handling: !self.no_abort_handling,
