@@ -32,7 +32,7 @@ pub(super) struct Group {
     /// Members that leave in good order, since when.
     pub leaving: BTreeMap<MemberName, u64>,
     /// Members whose state does not show the epoch, since when.
-    pub astray: BTreeMap<MemberName, u64>,
+    pub strays: BTreeMap<MemberName, u64>,
     /// Pairs of members that cannot reach each other, since when.
     pub reports: BTreeMap<(MemberName, MemberName), (u64, String)>,
     /// Whether the result of its preflight was applied.
