@@ -165,7 +165,7 @@ async fn left_out(cluster: &Cluster, pod: &str, reason: &str) -> String {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_wrapped_nccl_group_outlives_its_workers_and_pods() {
+async fn wrapped_nccl_group_outlives_workers_and_pods() {
     Cluster::run("gpus-wrap", |cluster| async move {
         cluster.create_pod(wrapped_on_gpu(torch_trainer("trainer-0"))).await;
         for name in ["sim-0", "sim-1"] {
@@ -224,7 +224,7 @@ async fn sidecars_with_gpus_form_an_nccl_group_and_heal() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn pods_that_cannot_use_nccl_are_named_with_what_to_change() {
+async fn pods_without_usable_nccl_are_named_with_remedies() {
     Cluster::run("gpus-broken", |cluster| async move {
         let without_gpu = wrapped(simulated_vllm("without-gpu"));
         let mut without_library = wrapped_on_gpu(simulated_vllm("without-library"));
@@ -259,7 +259,7 @@ async fn pods_that_cannot_use_nccl_are_named_with_what_to_change() {
                 assert!(why.contains(word), "{pod}: {word}: {why}");
             }
         }
-        // The others get the version; anyone who lacks room for it says so, with both numbers.
+        // The others get the version; the one that lacks room for it says so, with both numbers.
         train(&cluster, "trainer-0").await;
         let (status, answer) = publish(&cluster, "trainer-0", 1, 0.0).await;
         assert_eq!((status, &answer["installed"]), (200, &json!(["actors/sim-0"])), "{answer}");

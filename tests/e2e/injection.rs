@@ -118,7 +118,7 @@ async fn a_pod_that_cannot_be_wrapped_is_refused_with_what_to_write() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_sidecar_asks_for_what_the_chart_says_of_device_plugins() {
+async fn sidecar_requests_resources_of_device_plugins() {
     Cluster::run("injected-devices", |cluster| async move {
         upgrade(&["--set", r"injection.resources.limits.nvidia\.com/gpu=1,injection.resources.limits.rdma/hca=1"]).await;
         let asked = eventually("the policy of the upgrade holds", Duration::from_secs(60), || async {

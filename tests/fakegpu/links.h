@@ -21,9 +21,9 @@ class Links {
   ~Links();
   // Finds the others by the group's name. False when stopped, or when no one holds that meeting.
   bool meet(const std::string &name, const std::atomic<bool> &stop);
-  // Shows everybody what this rank's row holds now.
+  // Shows all others what this rank's row holds now.
   void show(const std::atomic<bool> &stop);
-  // Gives everybody a part of what this rank brings into a collective of `bytes`.
+  // Gives all others a part of what this rank brings into a collective of `bytes`.
   void give(uint64_t number, uint64_t offset, const char *from, uint64_t length, uint64_t bytes, const std::atomic<bool> &stop);
   // What another rank brought into that collective, as far as it has come.
   char *brought(int other, uint64_t number, uint64_t bytes);

@@ -152,7 +152,7 @@ async fn auto_goes_over_tcp_where_a_member_has_no_gpu() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_member_whose_nccl_the_driver_refuses_is_left_out() {
+async fn member_whose_driver_refuses_nccl_is_left_out() {
     let machine = Machine::new();
     // As NCCL for a newer CUDA than the driver's: it fails before any other rank is asked.
     machine.order("ncclCommInitRankConfig@2 * error 1");
