@@ -47,7 +47,7 @@ pub struct PlanArgs {
     /// shows whether its buckets fit.
     #[arg(long, value_parser = parse_bytes)]
     gpu_free: Option<u64>,
-    /// Link speeds for the minimum times, such as `25Gbit`.
+    /// Link speeds for the minimum times, such as `25Gbit`. An object from a cluster adds the slowest edge that its preflight measured.
     #[arg(long, value_parser = parse_rate, default_values = ["10Gbit", "25Gbit", "100Gbit"])]
     bandwidth: Vec<Bandwidth>,
     /// Output format.
@@ -201,6 +201,20 @@ impl Party {
         }
         Self { reference, trainer: object.spec.trainer.to_plan(), pools: object.spec.plan_pools(), problems: validate(&object.spec) }
     }
+}
+
+/// The slowest edge of the planned chain, where the pre-flight of a cluster measured them: a chain is as fast as that one.
+fn slowest_measured(roster: &Roster, object: &WeightSync) -> Option<Bandwidth> {
+    let preflight = object.status.as_ref()?.preflight.as_ref()?;
+    let source = roster.members.iter().find(|member| member.role == Role::Source)?;
+    let senders = std::iter::once(&source.name).chain(&roster.chain);
+    let rates = senders.zip(&roster.chain).filter_map(|(from, to)| {
+        let edge = preflight.edges.iter().find(|edge| edge.from == from.0 && edge.to == to.0)?;
+        let bytes_per_second = u64::try_from(edge.bytes_per_second?).ok().filter(|rate| *rate > 0)?;
+        let rate = show_rate(bytes_per_second);
+        Some(Bandwidth { name: format!("{rate}, measured from {from} to {to} over {}", preflight.transport), bytes_per_second })
+    });
+    rates.min_by_key(|edge| edge.bytes_per_second)
 }
 
 /// Pods that other objects of the files claim.

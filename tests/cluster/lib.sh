@@ -1,4 +1,4 @@
-# Functions that the test cluster's scripts share. Source it after `set -euo pipefail`.
+# Functions that the test bed's scripts share. Source it after `set -euo pipefail`.
 
 # A failing command ends the script inside $(...) too.
 shopt -s inherit_errexit

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Patch the entrypoint of kind's node image: on a machine with cgroup v1, hide the controllers that no one has mounted.
+"""Patch the entrypoint of kind's node image: on a machine with cgroup v1, hide the controllers that nobody has mounted.
 
 hide-controllers.py ENTRYPOINT
 """

@@ -43,7 +43,7 @@ install -m755 "$KUBERNETES"/{kubeadm,kubelet,kubectl} "$node/usr/bin/"
 # Without CAP_SYS_RESOURCE nothing may lower oom_score_adj.
 sed -i 's/restrict_oom_score_adj = false/restrict_oom_score_adj = true/' "$node/etc/containerd/config.toml"
 grep -q 'restrict_oom_score_adj = true' "$node/etc/containerd/config.toml"
-# With cgroup v1, systemd mounts every controller that /proc/cgroups lists and no one has mounted, for the whole
+# With cgroup v1, systemd mounts every controller that /proc/cgroups lists and nobody has mounted, for the whole
 # machine: hide those from it, the way kind itself hides "misc". With cgroup v2 this line is never reached.
 "$here/node/hide-controllers.py" "$node/usr/local/bin/entrypoint"
 # A privileged container shares /proc/sys/fs and /proc/sys/kernel with the machine: leave its values alone.

