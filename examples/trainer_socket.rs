@@ -70,7 +70,7 @@ struct Args {
 /// A step of a worker that takes longer hangs.
 const STEP: Duration = Duration::from_secs(20);
 
-/// The GPU worker, and who is informed of it.
+/// The GPU worker, and who hears of it.
 struct Gpu {
     uuid: String,
     program: PathBuf,

@@ -187,7 +187,7 @@ impl Run<'_> {
         Ok(last)
     }
 
-    /// One version of every object; how many ms after its end each status informed of that.
+    /// One version of every object; how many ms after its end each status reported that.
     async fn round(&self, version: u64) -> Result<Vec<f64>> {
         let period = Duration::from_secs(self.arguments.period);
         let transfer = Duration::from_millis(self.arguments.transfer_ms);

@@ -47,7 +47,7 @@ impl Statuses {
         self.read(|inner| inner.holding.values().filter(|holding| holding.iter().any(|kind| kind == condition)).count())
     }
 
-    /// When an object's status first informed that the update to a version had ended.
+    /// When an object's status first reported that the update to a version had ended.
     pub fn reported(&self, object: &str, version: u64) -> Option<Instant> {
         let key = (object.to_owned(), i64::try_from(version).ok()?);
         self.read(|inner| inner.ends.get(&key).copied())

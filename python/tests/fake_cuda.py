@@ -1,4 +1,4 @@
-"""Trainers with tensors on GPUs of the stand-in driver (tests/fakegpu): one scenario a process, for the driver keeps what it was informed.
+"""Trainers with tensors on GPUs of the stand-in driver (tests/fakegpu): one scenario a process, for the driver keeps its settings.
 
 Run as `python fake_cuda.py SCENARIO SOCKET LIBCUDA`. Prints one JSON object. torch itself has no GPU here: a tensor of the host stands for
 the one that was copied from it to the stand-in's memory, and everything from the copy into the agent's memory on is what a real trainer

@@ -58,7 +58,7 @@ pub struct ClientServerConfig {
     pub slots: u32,
     /// Length of a bucket in bytes as in [`weightsync_core::weights::Layout::new`]; 0 lets the size of the model decide.
     pub bucket_bytes: u64,
-    /// Users that may connect next to this process's own and root.
+    /// Users that may connect besides this process's own and root.
     pub users: TrainerUsers,
     pub gpu: SourceGpu,
     pub external: Arc<ExternalDesk>,

@@ -1,6 +1,6 @@
 //! The GPUs of one endpoint: a worker on each, started, opened, and started again when it ends; and the communicator of its epoch.
 //!
-//! Decides which of the visible GPUs belong to the endpoint, and what is informed of them. It never decides whether a group uses them: that is
+//! Decides which of the visible GPUs belong to the endpoint, and what is reported of them. It never decides whether a group uses them: that is
 //! membership's, by what `Gpus::report` says.
 
 mod alongside;
@@ -221,7 +221,7 @@ impl Gpus {
         settled.ok()?.ok().map(|state| state.clone())
     }
 
-    /// What is informed of the GPUs when an epoch is prepared; waits up to `within` for workers that are starting.
+    /// What is reported of the GPUs when an epoch is prepared; waits up to `within` for workers that are starting.
     pub async fn report(&self, within: Duration) -> GpuReport {
         self.transport.give_back();
         let open = match self.settled(within).await {

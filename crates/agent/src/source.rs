@@ -87,7 +87,7 @@ impl Source {
         }
     }
 
-    /// Waits until the roster says what the publish is about to say: a trainer that read it right after its publish was informed the version
+    /// Waits until the roster says what the publish is about to say: a trainer that read it right after its publish got the version
     /// before. The publish succeeded either way, so this ends soon, and with its deadline.
     async fn in_roster(&self, result: &PublishResult, deadline: Instant) {
         let mut roster = self.roster.clone();

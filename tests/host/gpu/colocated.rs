@@ -66,7 +66,7 @@ async fn engines_on_all_gpus_get_one_stream_in_one_attempt() {
     let (machine, names) = (Machine::new(), Names::new());
     let other = Actor::lmdeploy(&names.named("other"), &uuid(2)).on_gpu(2);
     // Two on the trainer's GPU, of different kinds.
-    let world = group(&machine, 5, [guest(&names), other, Actor::sglang().on_gpu(0)]).await;
+    let world = group(&machine, 30, [guest(&names), other, Actor::sglang().on_gpu(0)]).await;
     for version in 1..=2 {
         let result = publish(&world, version).await;
         assert_eq!((installed(&result).len(), &result["attempts"]), (3, &json!(1)), "{result}");

@@ -1,6 +1,6 @@
 //! The connection of a trainer that drives its own data plane: epochs as they come, and the one version that is under way.
 //!
-//! Decides which epoch was informed and is to be called over, and ends a version that no one else ends. The socket of an epoch's rendezvous is
+//! Decides which epoch was announced and is to be called over, and ends a version that no one else ends. The socket of an epoch's rendezvous is
 //! bound here, before its port is asked to anyone, and given away with the word (F21): no copy stays, so when the trainer's process ends the
 //! port refuses connections instead of swallowing them.
 

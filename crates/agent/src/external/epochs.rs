@@ -1,6 +1,6 @@
 //! Tells trainers that drive their own data plane which epoch works, and at once when it does not any more.
 //!
-//! An epoch is informed when it is committed and every replica said what it holds. It is over when it is fenced or replaced, and as soon as one of
+//! An epoch is announced when it is committed and every replica said what it holds. It is over when it is fenced or replaced, and as soon as one of
 //! its replicas is lost: a collective that lacks a rank never ends, so no one waits for the coordinator's word. It decides nothing about what
 //! follows: the coordinator does.
 

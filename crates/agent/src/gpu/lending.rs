@@ -1,6 +1,6 @@
 //! The ring of the source's worker, lent to members on the same GPU: offered with a check by the source, opened and proven by the member.
 //!
-//! Decides what is informed of the memory and that nothing is left of an offer that was not taken. The handle goes to the member's agent only, in a
+//! Decides what is reported of the memory and that nothing is left of an offer that was not taken. The handle goes to the member's agent only, in a
 //! call over mutual TLS. The member closes it when its epoch is over, the source frees its ring without waiting for anybody.
 
 use std::sync::Arc;

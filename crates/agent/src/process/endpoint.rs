@@ -67,7 +67,7 @@ pub(super) struct Session {
     pub(super) queue: Arc<PublishQueue>,
     pub(super) external: Arc<ExternalDesk>,
     pub(super) roster: watch::Sender<RosterView>,
-    /// What the trainer's socket is informed of the source's GPU.
+    /// What the trainer's socket shows of the source's GPU.
     pub(super) source_gpu: watch::Sender<Result<SourceWorker, String>>,
 }
 

@@ -48,7 +48,7 @@ pub(super) struct Arrived {
     to_come: VecDeque<Bucket>,
     /// Those that have one and are not proven, with its first byte.
     open: VecDeque<(Bucket, u64)>,
-    /// How many the workers were informed of, and how many of those were taken.
+    /// How many were announced to the workers, and how many of those were taken.
     reported: u32,
     taken: u32,
     asked: bool,

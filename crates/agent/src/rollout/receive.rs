@@ -20,7 +20,7 @@ use weightsync_core::weights::safetensors::SafetensorsPlan;
 use weightsync_core::weights::{Bucket, Coverage, DigestAlgorithm, Layout, Manifest, TensorHasherError, digest_hex, parse_digest_hex};
 use weightsync_transport::{BucketStore, Fault, TensorDigests, Transfer};
 
-/// Who is informed how the stream goes.
+/// Who hears how the stream goes.
 pub trait Listener: Send + Sync {
     fn moving(&self);
     /// So many bytes were received and checked.

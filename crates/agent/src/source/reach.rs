@@ -40,7 +40,7 @@ impl Reach {
         }
     }
 
-    /// What a trainer is informed of a publish that failed so.
+    /// What a trainer hears of a publish that failed so.
     pub fn judge(&self, version: Version, error: PublishError) -> PublishError {
         let names = |members: &BTreeSet<MemberName>| members.iter().map(|member| member.0.as_str()).collect::<Vec<_>>().join(", ");
         let mut what = Vec::new();

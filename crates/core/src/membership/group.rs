@@ -208,8 +208,7 @@ pub(super) fn unreachable<'a>(
         let names: BTreeSet<&MemberName> = open.iter().flat_map(|(one, other, _)| [*one, *other]).collect();
         let worst = names.into_iter().max_by_key(|name| weight(name)).map_or_else(|| peer.clone(), Clone::clone);
         let cause = open.iter().find(|(one, other, _)| **one == worst || **other == worst).map_or("", |(_, _, cause)| *cause);
-        let message =
-            if &worst == reporter { format!("it cannot reach {peer}: {cause}") } else { format!("{reporter} cannot reach it: {cause}") };
+        let message = if &worst == reporter { format!("it reports {peer}: {cause}") } else { format!("reported by {reporter}: {cause}") };
         open.retain(|(one, other, _)| **one != worst && **other != worst);
         blamed.insert(worst, message);
     }

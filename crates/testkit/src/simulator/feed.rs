@@ -1,7 +1,7 @@
 //! One simulated worker on the socket of its agent (`python/weightsync/_feed.py`): receives messages, checks every digest over the bytes
 //! that it finds, and hands it on in order.
 //!
-//! Decides whether what it was informed makes sense, as the real one does. It reads memory of the host each time that it is asked, so a place that
+//! Decides whether the announced buckets make sense, as the real one does. It reads memory of the host each time that it is asked, so a place that
 //! was used again shows; a bucket in memory of a GPU is read when it is taken, and checked then.
 
 use std::collections::VecDeque;
@@ -236,7 +236,7 @@ impl Listener {
                 Line::Memory { .. } | Line::Gpu { .. } => return Err("the agent described the memory twice".into()),
                 Line::Bucket(bucket) => {
                     if bucket.sequence != expected {
-                        return Err(format!("bucket {} was informed of, {expected} was expected", bucket.sequence));
+                        return Err(format!("bucket {} was announced, {expected} was expected", bucket.sequence));
                     }
                     // What lies on a GPU is checked when it was copied.
                     if let (Some(memory), Some(digest)) = (memory.get(), &digest) {
@@ -252,7 +252,7 @@ impl Listener {
                     let _gone = to_engine.send(Arrived::End);
                     return Ok(());
                 }
-                Line::End { buckets } => return Err(format!("{buckets} buckets are said to be all, {expected} were informed of")),
+                Line::End { buckets } => return Err(format!("the agent ended after {buckets} buckets, {expected} were announced")),
             }
         }
     }

@@ -61,7 +61,7 @@ pub(super) fn alive_period(silence: Duration) -> Duration {
 }
 
 impl Downstream {
-    /// Begins to open the rest of the chain: `hello.to` at `address` and all after it. `on_drop` is what it is informed when this is dropped.
+    /// Begins to open the rest of the chain: `hello.to` at `address` and all after it. `on_drop` is the message that it gets when this is dropped.
     pub(super) fn start(hello: DataHello, address: String, options: Arc<TcpOptions>, alive: Alive, on_drop: StreamFailure) -> Self {
         // What travels next to the connection needs no others.
         let (route, to_send) = Route::new(if hello.carried.is_some() { 1 } else { options.lanes });

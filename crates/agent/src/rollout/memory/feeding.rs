@@ -84,7 +84,7 @@ impl Way for FromMemory {
     type Arrived = Arrived;
     type Order = Order;
     const FAILED: &'static str = "the engine did not take a bucket";
-    const UNSETTLED: &'static str = "the engine's workers were not informed of all buckets";
+    const UNSETTLED: &'static str = "the engine's workers did not get all buckets announced";
 
     fn changes(order: &Order) -> bool {
         matches!(order, Order::Room(_))

@@ -4,7 +4,7 @@
 //! Rules kept on purpose: everything runs in the scheduler, so that nothing is generated or answered next to it; an update outside a session is
 //! refused without a word to the group, as is a bucket that cannot be cut; an init knows no other rank than itself; an update of a server that
 //! is not paused waits for its running requests; the version moves with each call that names one; a cache that cannot be flushed makes a
-//! failure of an update that happened; and only the first rank's errors are informed.
+//! failure of an update that happened; and only the first rank's errors are reported.
 
 use std::sync::Arc;
 
