@@ -85,7 +85,7 @@ class EpochConnection:
         self._wire = Wire(name)
         self._writing = threading.Lock()
         self.changed = threading.Condition()
-        self.notified: Reported | None = None
+        self.reported: Reported | None = None
         self.bringing: Bringing | None = None
         self.lost: WeightSyncError | None = None
         self.refused: WeightSyncError | None = None
@@ -126,12 +126,12 @@ class EpochConnection:
             error = Failed(f"invalid message from the agent: {raised!r}")
         with self.changed:
             self.lost = error
-            notified = self.notified
+            reported = self.reported
             if self.bringing is not None and not self.bringing.over:
                 self.bringing.error = error
             self.changed.notify_all()
-        if notified is not None:
-            notified.fence(f"the agent is lost: {error.message}")
+        if reported is not None:
+            reported.fence(f"the agent is lost: {error.message}")
         self._wire.close()
 
     def _hear(self, message: dict[str, Any]) -> None:
@@ -145,7 +145,7 @@ class EpochConnection:
         with self.changed:
             bringing = self.bringing if self.bringing is not None and not self.bringing.over else None
             if event == "fenced":
-                over = self.notified
+                over = self.reported
             elif event == "open" and bringing is not None:
                 bringing.open = True
             elif event == "done" and bringing is not None:
@@ -175,7 +175,7 @@ class EpochConnection:
             os.close(descriptor)
             raise Failed(f"the agent sent something that is no socket: {error}") from error
         with self.changed:
-            before, self.notified = self.notified, Reported(topology, listener)
+            before, self.reported = self.reported, Reported(topology, listener)
             self.refused = None
             self.changed.notify_all()
         if before is not None:

@@ -49,9 +49,9 @@ class EpochReplica:
 class Epoch:
     """A committed epoch. Its group is yours to form: rank 0 is this trainer, the replicas have the ranks that follow."""
 
-    def __init__(self, notified: Reported, group: Group, connection: EpochConnection | None) -> None:
-        plain = notified.topology
-        self.number = notified.number
+    def __init__(self, reported: Reported, group: Group, connection: EpochConnection | None) -> None:
+        plain = reported.topology
+        self.number = reported.number
         self.group = str(plain["group"])
         """A name that no other group ever has: it carries the object's UID and the epoch."""
         self.world_size = int(plain["worldSize"])
@@ -69,7 +69,7 @@ class Epoch:
             EpochReplica(str(one["name"]), one.get("url"), int(one["rankOffset"]), int(one["size"]), one.get("version"))
             for one in plain["replicas"]
         )
-        self._reported = notified
+        self._reported = reported
         self._ranks = group
         self._connection = connection
         self._update: Update | None = None

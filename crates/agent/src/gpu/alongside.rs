@@ -1,4 +1,4 @@
-//! What stands between an endpoint's GPUs and anyone who they are for: why the container has none, and why memory of one that it has cannot be
+//! What stands between an endpoint's GPUs and the process that they are for: why the container has none, and why memory of one that it has cannot be
 //! shared with the engine. [`plan::sharing`](weightsync_core::plan::sharing) decides; here its facts are gathered.
 
 use super::{Gpus, Open};
