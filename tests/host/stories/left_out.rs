@@ -52,7 +52,7 @@ async fn late_agent_reads_what_it_missed_and_gets_the_version() {
 async fn engine_of_another_size_is_refused_and_takes_no_ranks() {
     let mut world = World::start(json!({}), [Actor::new().ranks(4, 8), Actor::new().ranks(2, 2)]).await;
     let refused = world.reported("SizeMismatch", "rollouts/actor-0").await;
-    assert!(refused.contains("has 4 worker ranks") && refused.contains("says 8"), "{refused}");
+    assert!(refused.contains("has 4 worker ranks") && refused.contains("the spec has 8"), "{refused}");
     world.until_ready(1).await;
     let roster = world.roster("trainer").await;
     let replica = &roster["replicas"][0];
