@@ -30,7 +30,7 @@ pub(super) struct EngineSink {
     stream: EngineStream,
     layout: Arc<Layout>,
     packer: Packer,
-    /// From how many bytes on the next bucket is asked for behind a broadcast; none where an engine takes one request at a time.
+    /// From how many bytes on the next bucket is asked for after a broadcast; none where an engine takes one request at a time.
     ahead_from: Option<u64>,
     /// Whether the next bucket must wait until the last one was answered.
     waits: bool,

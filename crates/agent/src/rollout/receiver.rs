@@ -134,7 +134,7 @@ impl<W: Way> EngineReceiver<W> {
         lock(&self.failed).clone()
     }
 
-    /// Has this done behind all that was ordered before.
+    /// Has this done after all that was ordered before.
     pub(super) fn order(&self, what: W::Order) {
         // The task is gone when the engine failed; whatever comes next finds that nothing is taken any more.
         let _gone = self.orders.send(Order::Do(what, None));

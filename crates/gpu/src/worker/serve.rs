@@ -73,7 +73,7 @@ struct Gpu {
     nccl: Result<&'static Nccl, GpuError>,
     works: Works,
     groups: Groups,
-    /// Requests for the GPU behind a broadcast that NCCL has not put into its stream yet: they keep their order.
+    /// Requests for the GPU after a broadcast that NCCL has not put into its stream yet: they keep their order.
     waiting: VecDeque<Incoming>,
 }
 

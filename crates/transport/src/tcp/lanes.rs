@@ -1,7 +1,7 @@
 //! How the further connections of a stream find it: a name that only the two ends of the hop know, asked to the one that was admitted.
 //!
 //! Decides which connections belong to which stream. Anyone who does not show the name of a stream that waits here is a stranger, and is
-//! closed; it never decides who is let in, and never reads a byte behind the name.
+//! closed; it never decides who is let in, and never reads a byte after the name.
 
 use std::collections::HashMap;
 use std::sync::Arc;

@@ -1,6 +1,6 @@
 //! One stream into this member: its bytes go to the store and, while they arrive, to the next member of the chain.
 //!
-//! Decides who is at fault when the stream stops: the member before (closed, silent), the one behind (what its connection says), or this
+//! Decides who is at fault when the stream stops: the member before (closed, silent), the one after (what its connection says), or this
 //! one (its store refused, a digest disagreed). One task, so a store that blocks makes this member silent instead of hiding after a
 //! timer that still ticks.
 
@@ -412,7 +412,7 @@ async fn carried(carrier: &mut Option<Box<dyn Carrier>>) -> Carried {
     }
 }
 
-/// The next change of what is behind this member; never, when nothing is.
+/// The next change of what comes after this member; never, when nothing is.
 async fn changed(downstream: &mut Option<Downstream>) -> Phase {
     match downstream {
         Some(downstream) => downstream.changed().await,
