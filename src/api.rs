@@ -28,12 +28,12 @@ pub use crd::prune;
 pub use crd::{crd, crd_yaml, schema, unknown_fields};
 pub use pods::{CONTAINER_ANNOTATION, container_name, not_ready, pod_facts};
 pub use policy::{
-    Agent, Auto, BeforeFirstVersion, Digest, Gdr, Health, Join, KvCache, Launch, Membership, NCCL_ENV, Nccl, OnWedged, Pause, Preflight,
-    Readiness, Retain, Tcp, Transport, Update,
+    Agent, BeforeFirstVersion, Digest, Health, Join, KvCache, Launch, Membership, NCCL_ENV, OnWedged, Pause, Preflight, Readiness,
+    Transport, TransportType, Update,
 };
-pub use pool::{Engine, EngineServer, Fastdeploy, Head, Lmdeploy, OrderBy, Pool, PoolOrder, Replica, SecretKey, Sglang, Sizes, Vllm};
+pub use pool::{Engine, EngineKind, Pool, Replica, SecretKey};
 pub use selector::{PodSelector, SelectorOperator, SelectorRequirement};
-pub use spec::{Delivery, Trainer, TrainerOrder, TrainerOrderBy, WeightSync, WeightSyncSpec};
+pub use spec::{Delivery, Order, Trainer, WeightSync, WeightSyncSpec};
 pub use status::{
     ConditionType, EdgeStatus, EdgeVerdict, GdrDevices, GdrStatus, LONGEST_REQUEST, LastUpdate, MAX_MEMBERS, MemberStateName, MemberStatus,
     PREFLIGHT_ANNOTATION, PhaseTime, PreflightStatus, ReplicaCount, TrainerStatus, TransferStatus, TransportStatus, WeightSyncStatus,

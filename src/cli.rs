@@ -13,6 +13,7 @@ mod guard;
 mod inject;
 mod install;
 mod local;
+mod manifests;
 mod plan;
 pub mod plugin;
 mod publish;

@@ -12,9 +12,9 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, anyhow, bail};
 use tempfile::TempDir;
 use weightsync_agent::client::trainer::TrainerClient;
-use weightsync_coordinator::local::{EngineProgram, Group, GroupSpec, PodSpec, UpdateFile, free_port};
-use weightsync_core::membership::{GroupStage, MembershipView};
-use weightsync_core::protocol::{Activation, ClientRequest, EngineAssignment, PublishResult, QueuePolicy, Role};
+use weightsync_coordinator::local::{EngineProgram, Group, GroupSpec, PodSpec, default_policy, free_port};
+use weightsync_core::membership::{GroupStage, JoinPolicy, MembershipView};
+use weightsync_core::protocol::{Activation, ClientRequest, EngineAssignment, PublishResult, QueuePolicy, UpdatePolicy};
 use weightsync_core::weights::safetensors::SafetensorsPlan;
 use weightsync_core::weights::{Bucket, Dtype, Layout, TensorSpec};
 
@@ -237,10 +237,10 @@ fn spec(wanted: &Wanted<'_>, name: &str, folder: &Path, versions: &Path, ports: 
         let command = if number < wanted.rollouts { engine_command(*port, folder) } else { Vec::new() };
         let assignment = EngineAssignment { kind: "vllm".into(), port: *port };
         let engine = Some(EngineProgram { assignment, command, environment: BTreeMap::new() });
-        PodSpec { name: format!("actor-{number}"), role: Role::Rollout, size: 1, gpus: Vec::new(), engine }
+        PodSpec { name: format!("actor-{number}"), pool: Some("actors".into()), size: 1, gpus: Vec::new(), engine }
     });
-    let trainer = PodSpec { name: "trainer".into(), role: Role::Source, size: 1, gpus: Vec::new(), engine: None };
-    let update = UpdateFile { retain_mib: wanted.retain, silence_seconds: 30, ..UpdateFile::default() };
+    let trainer = PodSpec { name: "trainer".into(), pool: None, size: 1, gpus: Vec::new(), engine: None };
+    let policy = UpdatePolicy { retain_bytes: u64::from(wanted.retain) << 20, silence_ms: 30_000, ..default_policy() };
     GroupSpec {
         target: None,
         name: name.to_owned(),
@@ -248,7 +248,8 @@ fn spec(wanted: &Wanted<'_>, name: &str, folder: &Path, versions: &Path, ports: 
         directory: folder.to_owned(),
         versions: versions.to_owned(),
         pods: std::iter::once(trainer).chain(rollouts).collect(),
-        policy: update.policy(),
+        policy,
+        join: JoinPolicy::Immediate,
         debounce: wanted.debounce,
         program: PathBuf::from(PROGRAM),
         guard: PathBuf::from(PROGRAM),

@@ -124,7 +124,7 @@ fn weightsync(object: usize) -> Value {
             "rollouts": [{
                 "name": "actors",
                 "selector": {"matchLabels": {"run": group, "part": "actor"}},
-                "engine": {"vllm": {"ports": [ENGINE_PORT]}},
+                "engine": {"kind": "VLLM", "ports": [ENGINE_PORT]},
             }],
         },
     })

@@ -76,7 +76,7 @@ pub async fn measure(extent: Extent, arguments: &Arguments) -> Result<Figures> {
 
     let before = Reading { requests: run.plane.requests().await?, ..Reading::default() };
     let controller = Controller::start(&run.plane, ports, arguments.program.as_deref(), 1)?;
-    let took = run.whole(&controller, "GroupReady").await?;
+    let took = run.whole(&controller, "Ready").await?;
     sleep(SETTLE).await;
     let started = controller.read(&run.plane).await?;
     figures.start = run.beginning(took, &started);
@@ -90,7 +90,7 @@ pub async fn measure(extent: Extent, arguments: &Arguments) -> Result<Figures> {
     say("restarting the controller");
     controller.stop().await?;
     let controller = Controller::start(&run.plane, ports, arguments.program.as_deref(), 2)?;
-    let took = run.whole(&controller, if arguments.rounds > 0 { "Synced" } else { "GroupReady" }).await?;
+    let took = run.whole(&controller, "Ready").await?;
     sleep(SETTLE).await;
     figures.restart = run.beginning(took, &controller.read(&run.plane).await?);
     controller.stop().await?;
@@ -199,7 +199,8 @@ impl Run<'_> {
         let count = self.groups.len();
         let ends: Vec<Instant> = futures::future::try_join_all(publishes).await?;
         let until = Instant::now() + LONG;
-        while self.statuses.holding("Synced") < count
+        while self.statuses.holding("Ready") < count
+            || self.statuses.holding("Progressing") > 0
             || (0..count).any(|object| self.statuses.reported(&object_name(object), version).is_none())
         {
             ensure!(Instant::now() < until, "version {version} is not in every status");

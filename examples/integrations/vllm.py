@@ -1,6 +1,6 @@
 """A trainer that was written for vLLM's own weight transfer, used with WeightSync.
 
-Run it with a source agent, for example that of `weightsync local -f docs/examples/local.yaml`.
+Run it with a source agent, for example that of `weightsync local -f docs/examples/quickstart -f docs/examples/quickstart/local`.
 """
 
 from __future__ import annotations

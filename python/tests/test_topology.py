@@ -58,7 +58,7 @@ class Plane:
 
 @pytest.fixture
 def group(programs: Path, tmp_path: Path) -> Iterator[Group]:
-    group = Group(programs, tmp_path, "External", ", timeoutSeconds: 30, silenceSeconds: 5, healthPeriodMilliseconds: 200")
+    group = Group(programs, tmp_path, "External", {"timeoutSeconds": 30, "silenceSeconds": 5})
     try:
         yield group
     finally:

@@ -57,12 +57,18 @@ class Servers:
             serve = [str(Path(sys.executable).with_name("vllm")), "serve", str(directory / "1"), "--served-model-name", "m"]
             serve += ["--host", "127.0.0.1", "--port", str(self.ports[-1]), "--dtype", "bfloat16", "--enforce-eager", "--max-num-seqs", "4"]
             serve += ["--max-model-len", "256", "--num-gpu-blocks-override", "64", "--worker-extension-cls", "gloo_plane.Worker"]
-            engine = {"kind": "vllm", "port": self.ports[-1], "command": serve, "environment": ENVIRONMENT}
-            rollouts.append({"name": f"actor-{number}", "engine": engine})
+            rollouts.append({"name": f"actor-{number}", "port": self.ports[-1], "command": serve, "environment": ENVIRONMENT})
         name = f"plane-{os.getpid()}"
-        update = {"minReady": 1, "pause": "External", "timeoutSeconds": 120, "silenceSeconds": 10, "healthPeriodMilliseconds": 2000}
-        file = {"name": name, "directory": str(directory / "state"), "delivery": "External", "update": update}
-        (directory / "local.yaml").write_text(json.dumps({**file, "trainer": {"name": "trainer"}, "rollouts": rollouts}))
+        spec = {
+            "trainer": {"selector": {"matchLabels": {"part": "trainer"}}},
+            "rollouts": [{"name": "rollouts", "selector": {"matchLabels": {"part": "rollout"}}, "engine": {"kind": "VLLM"}}],
+            "delivery": "External",
+            "update": {"pause": "External", "timeoutSeconds": 120},
+        }
+        version = "weightsync.dev/v1alpha1"
+        weightsync = {"apiVersion": version, "kind": "WeightSync", "metadata": {"name": name}, "spec": spec}
+        processes = {"apiVersion": version, "kind": "LocalProcesses", "directory": str(directory / "state"), "rollouts": rollouts}
+        (directory / "local.yaml").write_text(f"{json.dumps(weightsync)}\n---\n{json.dumps(processes)}\n")
         with open(directory / "local.log", "wb") as log:
             command = [programs / "weightsync", "local", "-f", directory / "local.yaml"]
             self.process = subprocess.Popen(command, stdout=log, stderr=log)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import signal
 import socket
@@ -28,7 +29,7 @@ _numbers = itertools.count()
 class Group:
     """A trainer's agent and two rollouts on this host."""
 
-    def __init__(self, programs: Path, directory: Path, delivery: str = "Agent", update: str = "") -> None:
+    def __init__(self, programs: Path, directory: Path, delivery: str = "Agent", update: dict[str, object] | None = None) -> None:
         self.directory = directory
         self.ports = []
         self.name = f"whole-{os.getpid()}-{next(_numbers)}"
@@ -50,10 +51,20 @@ class Group:
                 "--port",
                 str(port),
             ]
-            rollouts.append(f"- name: actor-{number}\n  engine: {{kind: vllm, port: {port}, command: {engine}}}\n")
-        settings = f"name: {self.name}\ndirectory: {directory}/state\ntrainer: {{name: trainer}}\nrollouts:\n{''.join(rollouts)}"
+            rollouts.append({"name": f"actor-{number}", "port": port, "command": engine})
+        spec = {
+            "trainer": {"selector": {"matchLabels": {"part": "trainer"}}},
+            "rollouts": [{"name": "rollouts", "selector": {"matchLabels": {"part": "rollout"}}, "engine": {"kind": "VLLM"}}],
+            "delivery": delivery,
+            "transport": {"bucketMiB": 1},
+            "health": {"periodSeconds": 1, "timeoutSeconds": 1, "failureThreshold": 2},
+            "update": {"retainMiB": 0, **(update or {})},
+        }
+        version = "weightsync.dev/v1alpha1"
+        weightsync = {"apiVersion": version, "kind": "WeightSync", "metadata": {"name": self.name}, "spec": spec}
+        processes = {"apiVersion": version, "kind": "LocalProcesses", "directory": f"{directory}/state", "rollouts": rollouts}
         file = directory / "local.yaml"
-        file.write_text(f"{settings}delivery: {delivery}\nupdate: {{minReady: 1, retainMiB: 0, bucketMiB: 1{update}}}\n")
+        file.write_text(f"{json.dumps(weightsync)}\n---\n{json.dumps(processes)}\n")
         with open(directory / "local.log", "wb") as log:
             self.process = subprocess.Popen([program, "local", "-f", file], stdout=log, stderr=log)
         self.socket = f"@weightsync/{self.name}-trainer"

@@ -5,7 +5,7 @@
         ...                                  # form your own group: epoch.store(), epoch.listener(), epoch.replicas
         with epoch.version(step) as update:
             ...                              # move your own bytes
-            update.report("rollouts/actor-0", ok=True)
+            update.report("actors/actor-0", ok=True)
 
 WeightSync provides epochs, ranks, a bound port, deadlines, readiness and the proof after an update; you move the bytes. When a member dies,
 the epoch is fenced, the callbacks of `on_fenced` run, and the next epoch follows.

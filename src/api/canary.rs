@@ -8,11 +8,9 @@ use serde::{Deserialize, Serialize};
 
 use weightsync_core::protocol::CanaryPolicy;
 
-/// A fixed prompt, and the range for the log-prob of each generated token.
+/// A fixed prompt, and the lowest log-prob that each generated token may have.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
-#[x_kube(validation = Rule::new("!string(self.minLogProb).matches('^(0|-(0|[1-9][0-9]{0,2})([.][0-9]{1,3})?)$') || !string(self.maxLogProb).matches('^(0|-(0|[1-9][0-9]{0,2})([.][0-9]{1,3})?)$') || double(string(self.minLogProb)) <= double(string(self.maxLogProb))")
-    .message("canary.minLogProb must not be greater than canary.maxLogProb"))]
 pub struct Canary {
     /// Text that the model completes, such as `The capital of France is`. Choose one that every good version completes in the same way.
     #[schemars(length(min = 1, max = 4096))]
@@ -28,20 +26,10 @@ pub struct Canary {
     #[x_kube(validation = Rule::new("string(self).matches('^(0|-(0|[1-9][0-9]{0,2})([.][0-9]{1,3})?)$')")
         .message("a log-prob must be a number from -999.999 to 0 with at most three decimals, such as -4 or \"-2.5\""))]
     pub min_log_prob: IntOrString,
-
-    /// Highest allowed log-prob of each token. Default: 0.
-    #[serde(default = "zero")]
-    #[x_kube(validation = Rule::new("string(self).matches('^(0|-(0|[1-9][0-9]{0,2})([.][0-9]{1,3})?)$')")
-        .message("a log-prob must be a number from -999.999 to 0 with at most three decimals, such as -4 or \"-2.5\""))]
-    pub max_log_prob: IntOrString,
 }
 
 fn one() -> i32 {
     1
-}
-
-fn zero() -> IntOrString {
-    IntOrString::Int(0)
 }
 
 impl Canary {
@@ -50,8 +38,8 @@ impl Canary {
         CanaryPolicy {
             prompt: self.prompt.clone(),
             max_tokens: u32::try_from(self.max_tokens).unwrap_or(1).max(1),
-            least_log_prob_milli: milli(&self.min_log_prob).unwrap_or(0),
-            greatest_log_prob_milli: milli(&self.max_log_prob).unwrap_or(i32::MIN),
+            least_log_prob_milli: milli(&self.min_log_prob).unwrap_or(1),
+            greatest_log_prob_milli: 0,
         }
     }
 
@@ -65,13 +53,8 @@ impl Canary {
         };
         expect((1..=4096).contains(&self.prompt.chars().count()), "canary.prompt", "it must have 1 to 4096 characters");
         expect((1..=64).contains(&self.max_tokens), "canary.maxTokens", "it must be from 1 to 64");
-        let (least, greatest) = (milli(&self.min_log_prob), milli(&self.max_log_prob));
-        for (field, number) in [("canary.minLogProb", least), ("canary.maxLogProb", greatest)] {
-            let message = "a log-prob must be a number from -999.999 to 0 with at most three decimals, such as -4 or \"-2.5\"";
-            expect(number.is_some(), field, message);
-        }
-        let in_order = least.zip(greatest).is_none_or(|(least, greatest)| least <= greatest);
-        expect(in_order, "canary", "canary.minLogProb must not be greater than canary.maxLogProb");
+        let message = "a log-prob must be a number from -999.999 to 0 with at most three decimals, such as -4 or \"-2.5\"";
+        expect(milli(&self.min_log_prob).is_some(), "canary.minLogProb", message);
         problems
     }
 }

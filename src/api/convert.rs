@@ -1,13 +1,15 @@
-//! Spec into inputs of the rooms below. Numbers were checked before; one that cannot be is cut at its limit rather than wrapped.
+//! Converts the spec into inputs of `plan`, `membership` and `protocol`. Numbers were checked before; an impossible one is cut at its
+//! limit.
 
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 use kube::ResourceExt;
 
 use super::{
-    BeforeFirstVersion, Digest, KvCache, Launch, OrderBy, Pause, PodSelector, Pool, PoolOrder, SelectorOperator, Sizes, Trainer,
-    TrainerOrderBy, WeightSync, WeightSyncSpec,
+    BeforeFirstVersion, Digest, Join, KvCache, Launch, Pause, PodSelector, Pool, SelectorOperator, Trainer, Transport, TransportType,
+    WeightSync, WeightSyncSpec,
 };
-use weightsync_core::plan::{GroupSpec, Operator, Order, Parallelism, PoolSpec, Requirement, Selector, TrainerSpec, WeightSyncRef};
+use weightsync_core::membership::JoinPolicy;
+use weightsync_core::plan::{GroupSpec, Operator, Order, PoolSpec, Requirement, Selector, TrainerSpec, WeightSyncRef};
 use weightsync_core::protocol::{
     Delivery, EngineAssignment, HealthPolicy, KvCachePolicy, PausePolicy, Preflight, TransportPolicy, TransportWish, UpdatePolicy,
 };
@@ -63,9 +65,8 @@ impl WeightSyncSpec {
     }
 
     pub fn update_policy(&self, total: u32) -> UpdatePolicy {
-        let tcp = self.transport.as_ref().and_then(|transport| transport.tcp).unwrap_or_default();
-        let retain_bytes = match (self.update.retain, self.agent.launch) {
-            (Some(retain), _) => u64::try_from(retain.host_mib).unwrap_or(0).saturating_mul(1 << 20),
+        let retain_bytes = match (self.update.retain_mib, self.agent.launch) {
+            (Some(mib), _) => u64::try_from(mib).unwrap_or(0).saturating_mul(1 << 20),
             (None, Launch::Ephemeral) => 0,
             // What fits: agents compare with the memory of their pod and node.
             (None, _) => u64::MAX,
@@ -94,18 +95,18 @@ impl WeightSyncSpec {
             update_timeout_ms: millis(self.update.timeout_seconds),
             retain_bytes,
             keep: count(self.membership.keep),
-            bucket_bytes: u64::from(count(tcp.bucket_mib.unwrap_or(0))) << 20,
+            bucket_bytes: self.transport.bucket_bytes(),
             digest: match self.update.digest {
                 Digest::Blake3 => weightsync_core::protocol::Digest::Blake3,
                 Digest::Xxh3 => weightsync_core::protocol::Digest::Xxh3,
             },
-            data_tls: tcp.tls,
+            data_tls: self.transport.tls.unwrap_or(true),
             transport: self.transport_policy(),
             health: HealthPolicy {
                 period_ms: millis(self.health.period_seconds),
                 timeout_ms: millis(self.health.timeout_seconds),
                 failure_threshold: count(self.health.failure_threshold),
-                success_threshold: count(self.health.success_threshold),
+                success_threshold: 1,
             },
             canary: self.canary.as_ref().map(super::Canary::policy),
         }
@@ -113,52 +114,15 @@ impl WeightSyncSpec {
 
     /// The transport in the agents' protocol.
     pub fn transport_policy(&self) -> TransportPolicy {
-        let preflight = self.transport.as_ref().and_then(|transport| transport.preflight).unwrap_or_default();
-        let preflight = match preflight {
-            super::Preflight::Auto => Preflight::Auto,
-            super::Preflight::Off => Preflight::Off,
-        };
-        TransportPolicy { preflight, ..self.chosen_transport() }
-    }
-
-    fn chosen_transport(&self) -> TransportPolicy {
-        let transport = self.transport.as_ref();
-        let tcp = transport.and_then(|transport| transport.tcp);
-        if let Some(gdr) = transport.and_then(|transport| transport.gdr) {
-            return gdr.policy();
-        }
-        let nccl = transport.and_then(|transport| transport.nccl.as_ref());
-        let wish = match (nccl, tcp) {
-            (Some(_), _) => TransportWish::Nccl,
-            (None, Some(_)) => TransportWish::Tcp,
-            (None, None) => TransportWish::Auto,
-        };
-        let nccl = nccl.cloned().unwrap_or_default();
-        let policy = TransportPolicy {
-            wish,
-            slot_bytes: u64::from(count(nccl.bucket_mib.unwrap_or(0))) << 20,
-            slots: count(nccl.buffers.unwrap_or(0)),
-            allow_tcp: nccl.allow_tcp.unwrap_or(false),
-            environment: nccl.env,
-            ..TransportPolicy::default()
-        };
+        let policy = self.transport.policy();
         match self.delivery {
-            super::Delivery::Engine => policy.with_engines(self.engine_kinds()),
+            super::Delivery::Engine => policy.with_engines(self.rollouts.iter().map(|pool| pool.engine.kind.name())),
             super::Delivery::Agent | super::Delivery::External => policy,
         }
     }
 
-    fn engine_kinds(&self) -> impl Iterator<Item = &'static str> {
-        self.rollouts.iter().filter_map(|pool| pool.engine.server()).map(|server| server.kind)
-    }
-
     pub fn target(&self) -> Option<u64> {
         self.target_version.and_then(|version| u64::try_from(version).ok())
-    }
-
-    /// How long a join waits for others, in ms.
-    pub fn debounce_ms(&self) -> u64 {
-        millis(self.membership.debounce_seconds)
     }
 
     /// Whether pods are ready before the first version.
@@ -168,66 +132,78 @@ impl WeightSyncSpec {
 
     /// The engines of a pod of `pool`, in the agents' protocol.
     pub fn engines(pool: &Pool) -> Vec<EngineAssignment> {
-        let Some(server) = pool.engine.server() else { return Vec::new() };
-        let ports = server.ports.iter().filter_map(|port| u16::try_from(*port).ok());
-        ports.map(|port| EngineAssignment { kind: server.kind.to_owned(), port }).collect()
+        let kind = pool.engine.kind.name();
+        let ports = pool.engine.ports().into_iter().filter_map(|port| u16::try_from(port).ok());
+        ports.map(|port| EngineAssignment { kind: kind.to_owned(), port }).collect()
+    }
+}
+
+impl Join {
+    pub const fn policy(self) -> JoinPolicy {
+        match self {
+            Self::Immediate => JoinPolicy::Immediate,
+            Self::NextVersion => JoinPolicy::NextVersion,
+        }
+    }
+}
+
+impl Transport {
+    /// Length of a bucket; 0 if it is chosen.
+    fn bucket_bytes(&self) -> u64 {
+        u64::from(count(self.bucket_mib.unwrap_or(0))) << 20
+    }
+
+    /// The same value in the agents' protocol.
+    fn policy(&self) -> TransportPolicy {
+        TransportPolicy {
+            wish: match self.kind {
+                TransportType::Auto => TransportWish::Auto,
+                TransportType::Tcp => TransportWish::Tcp,
+                TransportType::Nccl => TransportWish::Nccl,
+                TransportType::Gdr => TransportWish::Gdr,
+            },
+            slot_bytes: self.bucket_bytes(),
+            allow_tcp: self.allow_tcp,
+            environment: self.nccl_env.clone(),
+            preflight: match self.preflight.unwrap_or_default() {
+                super::Preflight::Auto => Preflight::Auto,
+                super::Preflight::Off => Preflight::Off,
+            },
+            ..TransportPolicy::default()
+        }
     }
 }
 
 impl Trainer {
     pub fn to_plan(&self) -> TrainerSpec {
-        let order = self.order.as_ref();
-        TrainerSpec {
-            selector: self.selector.to_plan(),
-            container: self.container.clone(),
-            order: order.map_or(Order::Auto, |order| match order.by {
-                TrainerOrderBy::Ordinal => Order::Ordinal,
-                TrainerOrderBy::Name => Order::Name,
-                TrainerOrderBy::Label => Order::Label(order.label.clone().unwrap_or_default()),
-                TrainerOrderBy::Explicit => Order::Explicit(order.names.clone()),
-            }),
-            first_index: order.and_then(|order| order.first_index).map_or(0, count),
-            sources: 1,
-        }
+        TrainerSpec { selector: self.selector.to_plan(), order: order(self.order.as_ref()), sources: 1 }
     }
 }
 
 impl Pool {
     pub fn to_plan(&self) -> PoolSpec {
-        let ports = self.engine.server().map_or(&[][..], |server| server.ports);
         let group = (self.replica.pods != 1).then(|| GroupSpec {
             pods: count(self.replica.pods),
             label: self.replica.group_label.clone(),
-            head_label: self.replica.head.label.clone(),
-            head_value: self.replica.head.value.clone(),
+            head: self.replica.head_labels.clone(),
         });
         PoolSpec {
             name: self.name.clone(),
             selector: self.selector.to_plan(),
-            container: self.container.clone(),
             // A port that cannot be becomes 0, which the plan refuses by name.
-            ports: ports.iter().map(|port| u16::try_from(*port).unwrap_or(0)).collect(),
-            parallelism: self.parallelism.to_plan(),
+            ports: self.engine.ports().into_iter().map(|port| u16::try_from(port).unwrap_or(0)).collect(),
+            ranks: count(self.ranks),
             group,
-            order: self.order.to_plan(),
+            order: order(self.order.as_ref()),
         }
     }
 }
 
-impl PoolOrder {
-    fn to_plan(&self) -> Order {
-        match self.by {
-            OrderBy::Name => Order::Name,
-            OrderBy::Ordinal => Order::Ordinal,
-            OrderBy::Label => Order::Label(self.label.clone().unwrap_or_default()),
-            OrderBy::Explicit => Order::Explicit(self.names.clone()),
-        }
-    }
-}
-
-impl Sizes {
-    pub fn to_plan(&self) -> Parallelism {
-        Parallelism { tensor: count(self.tensor), pipeline: count(self.pipeline), data: count(self.data), expert: count(self.expert) }
+fn order(order: Option<&super::Order>) -> Order {
+    match order {
+        None => Order::Auto,
+        Some(super::Order { label: Some(label), .. }) => Order::Label(label.clone()),
+        Some(super::Order { names, .. }) => Order::Explicit(names.clone()),
     }
 }
 
@@ -243,18 +219,5 @@ impl PodSelector {
             },
         };
         Selector { labels: self.match_labels.clone(), requirements: self.match_expressions.iter().map(requirement).collect() }
-    }
-}
-
-impl super::Gdr {
-    /// The same value in the agents' protocol.
-    pub fn policy(&self) -> TransportPolicy {
-        TransportPolicy {
-            wish: TransportWish::Gdr,
-            slot_bytes: u64::from(count(self.bucket_mib.unwrap_or(0))) << 20,
-            slots: count(self.buffers.unwrap_or(0)),
-            allow_tcp: self.allow_tcp.unwrap_or(false),
-            ..TransportPolicy::default()
-        }
     }
 }

@@ -34,7 +34,7 @@ pub fn pod_facts(pod: &Pod, unready: Option<String>) -> PodFacts {
         ips: addresses(pod),
         uid: metadata.uid.clone().unwrap_or_default(),
         node: pod.spec.as_ref().and_then(|spec| spec.node_name.clone()),
-        containers: pod.spec.iter().flat_map(|spec| &spec.containers).map(|container| container.name.clone()).collect(),
+        missing_container: missing_container(pod),
         phase,
         terminating: metadata.deletion_timestamp.is_some(),
         index,
@@ -57,11 +57,20 @@ fn addresses(pod: &Pod) -> Vec<IpAddr> {
 /// Annotation that names the container of the engine or trainer; injection uses it too.
 pub const CONTAINER_ANNOTATION: &str = "weightsync.dev/container";
 
-/// Name of the engine's or trainer's container: from the spec, else from the pod's annotation, else the first.
-pub fn container_name(pod: &Pod, named: Option<&str>) -> Option<String> {
-    let annotated = pod.metadata.annotations.as_ref().and_then(|annotations| annotations.get(CONTAINER_ANNOTATION));
+/// Name of the engine's or trainer's container: from the pod's annotation, else the first.
+pub fn container_name(pod: &Pod) -> Option<String> {
     let first = pod.spec.as_ref().and_then(|spec| spec.containers.first()).map(|container| &container.name);
-    named.map(str::to_owned).or_else(|| annotated.or(first).cloned())
+    annotated_container(pod).or(first).cloned()
+}
+
+fn annotated_container(pod: &Pod) -> Option<&String> {
+    pod.metadata.annotations.as_ref()?.get(CONTAINER_ANNOTATION)
+}
+
+/// The container that the pod's annotation names, if the pod does not have it.
+fn missing_container(pod: &Pod) -> Option<String> {
+    let mut containers = pod.spec.iter().flat_map(|spec| &spec.containers);
+    annotated_container(pod).filter(|named| containers.all(|container| container.name != **named)).cloned()
 }
 
 /// Why the kubelet reports a pod as not ready; `None` when it is ready. If only a WeightSync update made it unready, the caller must not

@@ -7,79 +7,29 @@ use kube::KubeSchema;
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::{Deserialize, Serialize};
 
-/// How bytes travel: at most one of the transports, and whether edges are measured. Without a transport: the same as `auto: {}`.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
+/// How bytes travel between members.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
-#[x_kube(validation = Rule::new("(has(self.auto) ? 1 : 0) + (has(self.tcp) ? 1 : 0) + (has(self.nccl) ? 1 : 0) + (has(self.gdr) ? 1 : 0) + (has(self.preflight) && !has(self.auto) && !has(self.tcp) && !has(self.nccl) && !has(self.gdr) ? 1 : 0) == 1").message("exactly one transport must be given: auto, tcp, nccl or gdr"))]
+#[x_kube(validation = Rule::new("!has(self.ncclEnv) || self.ncclEnv.all(n, n in ['NCCL_ALGO', 'NCCL_BUFFSIZE', 'NCCL_CROSS_NIC', 'NCCL_CUMEM_ENABLE', 'NCCL_DEBUG', 'NCCL_DEBUG_SUBSYS', 'NCCL_IB_DISABLE', 'NCCL_IB_GID_INDEX', 'NCCL_IB_HCA', 'NCCL_IB_QPS_PER_CONNECTION', 'NCCL_IB_RETRY_CNT', 'NCCL_IB_SL', 'NCCL_IB_TC', 'NCCL_IB_TIMEOUT', 'NCCL_MAX_NCHANNELS', 'NCCL_MIN_NCHANNELS', 'NCCL_NET_GDR_LEVEL', 'NCCL_NVLS_ENABLE', 'NCCL_P2P_DISABLE', 'NCCL_P2P_LEVEL', 'NCCL_PROTO', 'NCCL_SHM_DISABLE', 'NCCL_SOCKET_FAMILY', 'NCCL_SOCKET_IFNAME'])")
+    .message("transport.ncclEnv takes settings of NCCL from a fixed list only, none that loads code or writes files: see the reference"))]
 pub struct Transport {
-    /// The best transport that all members support. `status.transport` shows which one, and why.
+    /// The transport. `Auto` (default): the best one that all members support; `status.transport` shows which one, and why. `TCP`: a chain
+    /// of connections between the agents; every member forwards while it receives. `NCCL`: broadcasts between the GPUs of the members.
+    /// `GDR`: GPU-direct RDMA; each member reads from the registered memory of the previous member, through NIXL. With `NCCL` and `GDR`,
+    /// members that cannot take part are left out, and the bytes are not encrypted.
+    #[serde(default, rename = "type")]
+    pub kind: TransportType,
+
+    /// Whether TCP connections that carry weights are encrypted. With `false`, members still authenticate to each other over TLS when a
+    /// group is formed. Default: `true`; on one host (`weightsync local`) `false`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub auto: Option<Auto>,
+    pub tls: Option<bool>,
 
-    /// TCP between the agents, as a chain: every member forwards while it receives.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub tcp: Option<Tcp>,
-
-    /// NCCL broadcasts between the GPUs of the members; the chain of connections carries only control data. Members without a GPU of their
-    /// own are left out. Traffic between GPUs is not encrypted.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub nccl: Option<Nccl>,
-
-    /// GPU-direct RDMA: each member reads from the registered memory of the previous member, through NIXL. Members without NIXL, or without
-    /// an RDMA device, are left out. The reads are not encrypted.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub gdr: Option<Gdr>,
-
-    /// Whether the edges of a chain are measured: `Auto` (default; once for each new pair of nodes, between updates), or `Off`. A rollout
-    /// with a slow edge goes to the end of the chain, or is left out while `minReady` others are in the group. A rollout with a broken edge
-    /// is left out.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub preflight: Option<Preflight>,
-}
-
-/// Whether edges are measured.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub enum Preflight {
-    #[default]
-    Auto,
-    Off,
-}
-
-/// Reads through NIXL, along the chain.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
-pub struct Gdr {
-    /// Length of one registered buffer, in MiB. Default: 16.
+    /// Length of a bucket, in MiB, such as 16: the unit in which bytes travel and are buffered. Default: chosen by the size of the model,
+    /// and on GPUs by their free memory.
     #[serde(default, skip_serializing_if = "Option::is_none", rename = "bucketMiB")]
     #[schemars(range(min = 1, max = 1024))]
     pub bucket_mib: Option<i32>,
-
-    /// Registered buffers of each member. Default: 4.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schemars(range(min = 2, max = 64))]
-    pub buffers: Option<i32>,
-
-    /// Whether reads may go over TCP if a member has no RDMA device. Slower than `tcp`, and without access checks: for tests only. Default:
-    /// `false`.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub allow_tcp: Option<bool>,
-}
-
-/// NCCL broadcasts between GPUs.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
-#[serde(rename_all = "camelCase")]
-#[x_kube(validation = Rule::new("!has(self.env) || self.env.all(n, n in ['NCCL_ALGO', 'NCCL_BUFFSIZE', 'NCCL_CROSS_NIC', 'NCCL_CUMEM_ENABLE', 'NCCL_DEBUG', 'NCCL_DEBUG_SUBSYS', 'NCCL_IB_DISABLE', 'NCCL_IB_GID_INDEX', 'NCCL_IB_HCA', 'NCCL_IB_QPS_PER_CONNECTION', 'NCCL_IB_RETRY_CNT', 'NCCL_IB_SL', 'NCCL_IB_TC', 'NCCL_IB_TIMEOUT', 'NCCL_MAX_NCHANNELS', 'NCCL_MIN_NCHANNELS', 'NCCL_NET_GDR_LEVEL', 'NCCL_NVLS_ENABLE', 'NCCL_P2P_DISABLE', 'NCCL_P2P_LEVEL', 'NCCL_PROTO', 'NCCL_SHM_DISABLE', 'NCCL_SOCKET_FAMILY', 'NCCL_SOCKET_IFNAME'])")
-    .message("transport.nccl.env takes settings of NCCL from a fixed list only, none that loads code or writes files: see the reference"))]
-pub struct Nccl {
-    /// Length of one buffer of the ring on each GPU, in MiB, such as 512. Default: chosen by free memory.
-    #[serde(default, skip_serializing_if = "Option::is_none", rename = "bucketMiB")]
-    #[schemars(range(min = 1, max = 16_384))]
-    pub bucket_mib: Option<i32>,
-
-    /// Number of buffers of the ring on each GPU, such as 3. Default: chosen by free memory.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schemars(range(min = 2, max = 64))]
-    pub buffers: Option<i32>,
 
     /// Environment variables for NCCL in the agents' workers, such as `NCCL_IB_HCA: mlx5_0`. Allowed: `NCCL_ALGO`, `NCCL_BUFFSIZE`,
     /// `NCCL_CROSS_NIC`, `NCCL_CUMEM_ENABLE`, `NCCL_DEBUG`, `NCCL_DEBUG_SUBSYS`, `NCCL_IB_DISABLE`, `NCCL_IB_GID_INDEX`, `NCCL_IB_HCA`,
@@ -88,12 +38,40 @@ pub struct Nccl {
     /// `NCCL_SHM_DISABLE`, `NCCL_SOCKET_FAMILY`, `NCCL_SOCKET_IFNAME`.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     #[schemars(schema_with = "nccl_env")]
-    pub env: BTreeMap<String, String>,
+    pub nccl_env: BTreeMap<String, String>,
 
-    /// Whether broadcasts may pass TCP sockets between hosts although a member has an RDMA device. Without it such a member is refused, with the
-    /// cause. Members without an RDMA device are never refused for it.
+    /// Whether `NCCL` and `GDR` may use TCP sockets where no RDMA device serves. `false` (default): such a member is refused, with the
+    /// cause; over `NCCL` only if its host has an RDMA device. For `GDR`, TCP is slower than the transport `TCP` and without access checks:
+    /// for tests only.
+    #[serde(default)]
+    pub allow_tcp: bool,
+
+    /// Whether the edges of a chain are measured: `Auto` (once for each new pair of nodes, between updates) or `Off`. A rollout with a slow
+    /// edge goes to the end of the chain, or is left out while `minReady` others are in the group. A rollout with a broken edge is left
+    /// out. Default: `Auto`; on one host (`weightsync local`) `Off`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub allow_tcp: Option<bool>,
+    pub preflight: Option<Preflight>,
+}
+
+/// A transport.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub enum TransportType {
+    #[default]
+    Auto,
+    #[serde(rename = "TCP")]
+    Tcp,
+    #[serde(rename = "NCCL")]
+    Nccl,
+    #[serde(rename = "GDR")]
+    Gdr,
+}
+
+/// Whether edges are measured.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub enum Preflight {
+    #[default]
+    Auto,
+    Off,
 }
 
 /// NCCL settings that an object may set. None of them loads code, reads or writes files, or affects anything outside the group.
@@ -132,25 +110,6 @@ fn nccl_env(_: &mut SchemaGenerator) -> Schema {
     })
 }
 
-/// No settings.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub struct Auto {}
-
-/// TCP between the agents.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "camelCase")]
-pub struct Tcp {
-    /// Whether weights are encrypted in transit. With `false`, members still authenticate to each other over TLS when a group is formed.
-    /// Default: `true`.
-    #[serde(default = "yes")]
-    pub tls: bool,
-
-    /// Length of a bucket, in MiB, such as 16. Default: chosen by the size of the model.
-    #[serde(default, skip_serializing_if = "Option::is_none", rename = "bucketMiB")]
-    #[schemars(range(min = 1, max = 1024))]
-    pub bucket_mib: Option<i32>,
-}
-
 /// When an engine counts as unhealthy, and as healthy again. A pause by WeightSync never counts as a failure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
@@ -165,15 +124,10 @@ pub struct Health {
     #[schemars(range(min = 1, max = 300))]
     pub timeout_seconds: i32,
 
-    /// Consecutive failures that make an engine unhealthy: its replica leaves the group. Default: 3.
+    /// Consecutive failures that make an engine unhealthy: its replica leaves the group. One success makes it healthy again. Default: 3.
     #[serde(default = "three")]
     #[schemars(range(min = 1, max = 100))]
     pub failure_threshold: i32,
-
-    /// Consecutive successes that make it healthy again: its replica may join. Default: 1.
-    #[serde(default = "one")]
-    #[schemars(range(min = 1, max = 100))]
-    pub success_threshold: i32,
 }
 
 /// When a group is formed, and which replicas may be in it.
@@ -218,11 +172,6 @@ pub struct Membership {
     /// When a replica outside the group may join it: `Immediate` (default), or with the `NextVersion`.
     #[serde(default)]
     pub join: Join,
-
-    /// Time that a join waits for others, in seconds, so that many new pods need few new groups. Default: 1.
-    #[serde(default = "one")]
-    #[schemars(range(min = 0, max = 600))]
-    pub debounce_seconds: i32,
 }
 
 /// When a replica may join the group.
@@ -256,16 +205,20 @@ pub struct Update {
     #[schemars(range(min = 1, max = 86_400))]
     pub timeout_seconds: i32,
 
-    /// Longest wait in which no byte moves, in seconds. Then the attempt ends. Default: 10.
+    /// Longest wait in which no byte moves, in seconds. Then the attempt ends. Raise it if the trainer needs longer to gather one tensor, for
+    /// instance of a model that is sharded over many hosts. Default: 10.
     #[serde(default = "ten")]
     #[schemars(range(min = 1, max = 3600))]
     pub silence_seconds: i32,
 
-    /// Memory for kept versions: of the source to retry and to feed joiners, and of every agent to go back (`membership.keep`). Default:
-    /// what fits, and nothing in an ephemeral container. In any case it must fit into the container's limits, its volume, and the available
-    /// memory of the node.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub retain: Option<Retain>,
+    /// Host memory for kept versions in each agent, in MiB, such as 65536: of the source to retry and to feed joiners, and of every agent to
+    /// go back (`membership.keep`). During an update the source keeps one version more than `membership.keep` if all fit; otherwise it
+    /// drops the oldest first. In a rollout, the versions that its engine held before count. A version that does not fit is not kept. 0
+    /// keeps nothing: rollouts that hold the version feed joiners. Default: what fits, and nothing in an ephemeral container. In any case
+    /// it must fit into the container's limits, its volume, and the available memory of the node.
+    #[serde(default, skip_serializing_if = "Option::is_none", rename = "retainMiB")]
+    #[schemars(range(min = 0, max = 67_108_864))]
+    pub retain_mib: Option<i64>,
 
     /// Digest of tensors where bytes pass through members (the TCP chain, feeding). `Blake3` (default) detects a member that forwards other
     /// bytes than it received. `Xxh3` is faster on few cores and trusts all members. Between GPUs it is always gsum64.
@@ -317,18 +270,6 @@ pub enum KvCache {
     Reset,
 }
 
-/// Memory for kept versions.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "camelCase")]
-pub struct Retain {
-    /// Host memory for kept versions in each agent, in MiB, such as 65536. During an update the source keeps one version more than
-    /// `membership.keep` if all fit; otherwise it drops the oldest first. In a rollout, the versions that its engine held before count. A
-    /// version that does not fit is not kept. 0 keeps nothing: rollouts that hold the version feed joiners.
-    #[serde(rename = "hostMiB")]
-    #[schemars(range(min = 0, max = 67_108_864))]
-    pub host_mib: i64,
-}
-
 /// How the agents are put into the pods.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
@@ -369,28 +310,15 @@ pub enum BeforeFirstVersion {
     Hold,
 }
 
-impl Default for Tcp {
-    fn default() -> Self {
-        Self { tls: true, bucket_mib: None }
-    }
-}
-
 impl Default for Health {
     fn default() -> Self {
-        Self { period_seconds: two(), timeout_seconds: five(), failure_threshold: three(), success_threshold: one() }
+        Self { period_seconds: two(), timeout_seconds: five(), failure_threshold: three() }
     }
 }
 
 impl Default for Membership {
     fn default() -> Self {
-        Self {
-            min_ready: one_replica(),
-            max_unavailable: None,
-            max_skew: None,
-            keep: one(),
-            join: Join::default(),
-            debounce_seconds: one(),
-        }
+        Self { min_ready: one_replica(), max_unavailable: None, max_skew: None, keep: one(), join: Join::default() }
     }
 }
 
@@ -401,15 +329,11 @@ impl Default for Update {
             kv_cache: KvCache::default(),
             timeout_seconds: ten_minutes(),
             silence_seconds: ten(),
-            retain: None,
+            retain_mib: None,
             digest: Digest::default(),
             on_wedged: OnWedged::default(),
         }
     }
-}
-
-fn yes() -> bool {
-    true
 }
 
 fn one() -> i32 {

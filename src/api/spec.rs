@@ -77,13 +77,13 @@ use super::{PodSelector, WeightSyncStatus};
     printcolumn(name = "Age", type_ = "date", json_path = ".metadata.creationTimestamp", description = "Time since creation.")
 )]
 #[serde(rename_all = "camelCase")]
-#[x_kube(validation = Rule::new("self.agent.launch != 'Ephemeral' || !has(self.update.retain) || self.update.retain.hostMiB == 0")
-    .message("an ephemeral container's memory is the trainer's, so nothing can be retained there: remove update.retain or choose another agent.launch"))]
-#[x_kube(validation = Rule::new("self.agent.launch == 'Ephemeral' || self.rollouts.all(p, !((has(p.engine.vllm) && has(p.engine.vllm.apiKeySecretRef)) || (has(p.engine.sglang) && has(p.engine.sglang.apiKeySecretRef)) || (has(p.engine.lmdeploy) && has(p.engine.lmdeploy.apiKeySecretRef)) || (has(p.engine.fastdeploy) && has(p.engine.fastdeploy.apiKeySecretRef))))")
+#[x_kube(validation = Rule::new("self.agent.launch != 'Ephemeral' || !has(self.update.retainMiB) || self.update.retainMiB == 0")
+    .message("an ephemeral container's memory is the trainer's, so nothing can be retained there: remove update.retainMiB or choose another agent.launch"))]
+#[x_kube(validation = Rule::new("self.agent.launch == 'Ephemeral' || self.rollouts.all(p, !has(p.engine.apiKeySecretRef))")
     .message("apiKeySecretRef works with agent.launch Ephemeral; an agent that was injected gets the key from the pod's annotation weightsync.dev/api-key-secret, an external agent from its own environment"))]
-#[x_kube(validation = Rule::new("self.update.pause in ['Abort', 'AbortAwake', 'External'] || !self.rollouts.exists(p, has(p.engine.lmdeploy))")
+#[x_kube(validation = Rule::new("self.update.pause in ['Abort', 'AbortAwake', 'External'] || !self.rollouts.exists(p, p.engine.kind == 'LMDeploy')")
     .message("LMDeploy has no pause that lets running requests wait or end: set update.pause to Abort, AbortAwake or External"))]
-#[x_kube(validation = Rule::new("self.delivery != 'Engine' || self.update.pause != 'Abort' || !self.rollouts.exists(p, has(p.engine.lmdeploy))")
+#[x_kube(validation = Rule::new("self.delivery != 'Engine' || self.update.pause != 'Abort' || !self.rollouts.exists(p, p.engine.kind == 'LMDeploy')")
     .message("an LMDeploy that joins a group answers while it loads: set update.pause to AbortAwake or External, or delivery to Agent"))]
 #[x_kube(validation = Rule::new("self.delivery == 'Agent' || !has(self.membership.maxUnavailable)")
     .message("membership.maxUnavailable needs delivery Agent, where the whole version arrives before engines switch: remove it, or set delivery to Agent"))]
@@ -91,11 +91,11 @@ use super::{PodSelector, WeightSyncStatus};
     .message("a canary does not work if the trainer feeds or pauses the engines: remove canary, or change delivery and update.pause from External"))]
 #[x_kube(validation = Rule::new("!has(self.canary) || self.membership.keep >= 2")
     .message("a canary needs an earlier version to go back to: set membership.keep to 2 or more"))]
-#[x_kube(validation = Rule::new("self.delivery != 'Engine' || !has(self.transport) || !has(self.transport.tcp)")
-    .message("delivery Engine moves weights by NCCL only: remove transport.tcp, or set delivery to Agent"))]
-#[x_kube(validation = Rule::new("self.delivery == 'Agent' || !has(self.transport) || !has(self.transport.gdr)")
-    .message("transport gdr works between agents only: remove transport.gdr, or set delivery to Agent"))]
-#[x_kube(validation = Rule::new("(self.update.pause == 'Abort' && self.update.kvCache == 'Reset') || !self.rollouts.exists(p, has(p.engine.fastdeploy))")
+#[x_kube(validation = Rule::new("self.delivery != 'Engine' || self.transport.type in ['Auto', 'NCCL']")
+    .message("delivery Engine moves weights by NCCL only: set transport.type to Auto or NCCL, or delivery to Agent"))]
+#[x_kube(validation = Rule::new("self.delivery != 'External' || self.transport.type != 'GDR'")
+    .message("transport GDR works between agents only: set transport.type to Auto, or delivery to Agent"))]
+#[x_kube(validation = Rule::new("(self.update.pause == 'Abort' && self.update.kvCache == 'Reset') || !self.rollouts.exists(p, p.engine.kind == 'FastDeploy')")
     .message("FastDeploy's pause ends requests and empties caches, and it resumes by itself after an update: set update.pause to Abort and update.kvCache to Reset"))]
 pub struct WeightSyncSpec {
     /// Whether the object is suspended. `true` releases every pod: pods continue to serve their current weights, and no group is formed
@@ -130,15 +130,14 @@ pub struct WeightSyncSpec {
     /// the engines' own workers join an NCCL group that the source's agent leads from a GPU. A source that dies in the middle of a
     /// broadcast can leave such an engine stuck permanently (`update.onWedged`); `Agent` does not have this risk. `External`: the trainer's
     /// own data plane moves the weights (`weightsync.Topology` in its process). WeightSync then provides epochs, ranks, deadlines,
-    /// readiness and the proof after an update. The trainer pauses the engines, and `transport`, `update.retain` and `update.kvCache` have
+    /// readiness and the proof after an update. The trainer pauses the engines, and `transport`, `update.retainMiB` and `update.kvCache` have
     /// no effect.
     #[serde(default)]
     pub delivery: Delivery,
 
-    /// How bytes travel between members. Default: the same as `auto: {}`. The default is not stored, so that another transport can be set
-    /// later.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub transport: Option<Transport>,
+    /// How bytes travel between members.
+    #[serde(default)]
+    pub transport: Transport,
 
     /// When an engine counts as unhealthy, and as healthy again.
     #[serde(default)]
@@ -177,60 +176,35 @@ pub enum Delivery {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Trainer {
-    /// Selects its pods. They need the label `weightsync.dev/role: trainer`.
+    /// Selects its pods. They need the label `weightsync.dev/role: trainer`. The trainer runs in the container that the pod's annotation
+    /// `weightsync.dev/container` names, or else in the first one.
     pub selector: PodSelector,
 
-    /// Name of the container that runs the trainer, such as `trainer`. Default: the container in the pod's annotation
-    /// `weightsync.dev/container`, or else the first.
+    /// Order of the pods; the first is the source. Default: by ordinal (StatefulSet ordinal or Job completion index) if every pod has one,
+    /// from 0; otherwise there must be exactly one pod.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schemars(length(min = 1, max = 63), regex(pattern = "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"))]
-    pub container: Option<String>,
-
-    /// Order of the pods; the first is the source. Default: by ordinal if every pod has one; otherwise there must be exactly one pod.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub order: Option<TrainerOrder>,
+    pub order: Option<Order>,
 }
 
-/// Order of the trainer's pods.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
+/// Order of pods: exactly one of the fields.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
-#[x_kube(validation = Rule::new("(self.by == 'Label') == has(self.label)")
-    .message("order.label must be given when order.by is Label, and only then"))]
-#[x_kube(validation = Rule::new("(self.by == 'Explicit') == (has(self.names) && self.names.size() > 0)")
-    .message("order.names must be given when order.by is Explicit, and only then"))]
+#[x_kube(validation = Rule::new("has(self.label) != (has(self.names) && self.names.size() > 0)")
+    .message("an order goes by a label or by names: give exactly one of order.label and order.names"))]
 #[x_kube(validation = Rule::new("!has(self.names) || self.names.all(n, self.names.exists_one(m, m == n))")
     .message("order.names must not list a pod twice"))]
-#[x_kube(validation = Rule::new("!has(self.firstIndex) || self.by in ['Ordinal', 'Label']")
-    .message("order.firstIndex has a meaning only when order.by is Ordinal or Label"))]
-pub struct TrainerOrder {
-    /// What the order goes by: `Ordinal` (StatefulSet ordinal or Job completion index), `Name`, `Label` (an integer label value) or
-    /// `Explicit` (a list of names).
-    pub by: TrainerOrderBy,
-
-    /// Key of the label whose integer value gives the order, such as `example.com/rank`. Required with `by: Label`.
+pub struct Order {
+    /// Key of the label whose value gives the order, such as `example.com/rank`. Rollouts: integers by value, other values after them. The
+    /// values of a trainer's pods must be integers, and the source has 0.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(min = 1, max = 317))]
     pub label: Option<String>,
 
-    /// Names of the pods, first to last (at most 100). They must be stable (StatefulSet, LeaderWorkerSet). Required with `by: Explicit`.
+    /// Names of the pods (of the heads, if a replica has several pods), first to last; at most 100. They must be stable (StatefulSet,
+    /// LeaderWorkerSet).
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     // 63: pods with stable names carry theirs in a label; and the API server refuses a longer one for what comparing them may cost.
     #[schemars(length(max = 100), inner(length(min = 1, max = 63)))]
     #[x_kube(merge_strategy = ListMerge::Atomic)]
     pub names: Vec<String>,
-
-    /// Ordinal or label value of the first pod. Default: 0. A pod with a higher value never becomes the source in its place.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schemars(range(min = 0, max = 1_000_000))]
-    pub first_index: Option<i32>,
-}
-
-/// What the order of the trainer's pods goes by: `Ordinal` (StatefulSet ordinal or Job completion index), `Name`, `Label` (an integer
-/// label value) or `Explicit` (a list of names).
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub enum TrainerOrderBy {
-    Ordinal,
-    Name,
-    Label,
-    Explicit,
 }

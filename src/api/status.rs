@@ -24,7 +24,7 @@ pub struct WeightSyncStatus {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub observed_generation: Option<i64>,
 
-    /// `Ready`, `Progressing`, `Accepted`, `AgentsReady`, `GroupReady`, `Synced`, `Degraded`. Their reasons are a closed list.
+    /// `Ready`, `Progressing`, `Accepted`, `Degraded`. Their reasons are a closed list.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "conditions")]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["type".into()]))]
@@ -92,34 +92,24 @@ pub struct WeightSyncStatus {
 pub enum ConditionType {
     /// At least minReady replicas serve the current version, and the next one can be published.
     Ready,
-    /// A group is being formed, or an update runs.
+    /// A group is being formed, an update runs, or members that lag are fed.
     Progressing,
     /// The spec is valid, and no older object claims the pods.
     Accepted,
-    /// Every member that needs an agent has a reachable one.
-    AgentsReady,
-    /// A group is committed.
-    GroupReady,
-    /// Every member of the group serves the current version.
-    Synced,
     /// Something is wrong; the message names it.
     Degraded,
 }
 
 impl ConditionType {
     /// All types, in the order in which status shows them.
-    pub const ALL: [Self; 7] =
-        [Self::Ready, Self::Progressing, Self::Accepted, Self::AgentsReady, Self::GroupReady, Self::Synced, Self::Degraded];
+    pub const ALL: [Self; 4] = [Self::Ready, Self::Progressing, Self::Accepted, Self::Degraded];
 
     /// When the condition is true, for documentation.
     pub const fn meaning(self) -> &'static str {
         match self {
             Self::Ready => "at least `minReady` replicas serve the current version, and the next one can be published",
-            Self::Progressing => "a group is being formed, or an update runs",
+            Self::Progressing => "a group is being formed, an update runs, or members that lag are fed",
             Self::Accepted => "the spec is valid, and no older object claims the pods",
-            Self::AgentsReady => "every member that needs an agent has a reachable one",
-            Self::GroupReady => "a group is committed",
-            Self::Synced => "every member of the group serves the current version",
             Self::Degraded => "something is wrong; the message names it",
         }
     }
@@ -129,9 +119,6 @@ impl ConditionType {
             Self::Ready => "Ready",
             Self::Progressing => "Progressing",
             Self::Accepted => "Accepted",
-            Self::AgentsReady => "AgentsReady",
-            Self::GroupReady => "GroupReady",
-            Self::Synced => "Synced",
             Self::Degraded => "Degraded",
         }
     }

@@ -18,7 +18,7 @@ fn least() -> Value {
         "metadata": {"name": "grpo", "namespace": "rl"},
         "spec": {
             "trainer": {"selector": {"matchLabels": {"app": "trainer"}}},
-            "rollouts": [{"name": "actors", "selector": {"matchLabels": {"app": "actor"}}, "engine": {"vllm": {}}}],
+            "rollouts": [{"name": "actors", "selector": {"matchLabels": {"app": "actor"}}, "engine": {"kind": "VLLM"}}],
         },
     })
 }

@@ -11,18 +11,18 @@ use serde_json::json;
 use tokio::sync::broadcast::error::RecvError;
 
 use super::Output;
-use crate::local_file::LocalFile;
+use crate::local_file::LocalFiles;
 use weightsync_coordinator::CoordinatorEvent;
 use weightsync_coordinator::local::{EngineProgram, Group, GroupSpec, PodSpec};
-use weightsync_core::protocol::{EngineAssignment, Role};
+use weightsync_core::protocol::EngineAssignment;
 use weightsync_net::logs::{self, LogFormat};
 use weightsync_net::shutdown::{self, Hangup, Hangups};
 
 #[derive(Debug, Args)]
 pub struct LocalArgs {
-    /// The file with trainer, rollouts and policies (docs/local.md).
-    #[arg(short, long)]
-    filename: PathBuf,
+    /// Files or folders with one WeightSync and the LocalProcesses of this host (docs/local.md). Other documents are ignored.
+    #[arg(short, long, required = true)]
+    filename: Vec<PathBuf>,
     /// Output format of events: one line of text or one JSON object for each.
     #[arg(short, long, value_enum, default_value_t)]
     output: Output,
@@ -34,30 +34,44 @@ pub struct LocalArgs {
 impl LocalArgs {
     pub fn run(self) -> anyhow::Result<ExitCode> {
         logs::init(LogFormat::Human, &self.log)?;
-        let text = std::fs::read_to_string(&self.filename).with_context(|| format!("{} cannot be read", self.filename.display()))?;
-        let file = LocalFile::parse(&text).map_err(|error| anyhow!("{}: {error}", self.filename.display()))?;
-        let base = self.filename.parent().unwrap_or(Path::new("."));
-        let spec = group_spec(&file, base)?;
-        super::block_on(self.supervise(spec, &file))
+        let files = self.read()?;
+        let spec = group_spec(&files, &self.folder())?;
+        super::block_on(self.supervise(spec, &files))
     }
 
-    /// Reads the file again: the target version is applied at once, all other fields at the next start.
-    async fn reload(&self, group: &Group, began_with: &LocalFile) {
-        let read = tokio::fs::read_to_string(&self.filename).await.map_err(|error| error.to_string());
-        let (event, message) = match read.and_then(|text| LocalFile::parse(&text)) {
-            Ok(file) => {
-                group.set_target(file.target_version).await;
-                let target = file.target_version.map_or_else(|| "none".to_owned(), |version| version.to_string());
-                let other = LocalFile { target_version: began_with.target_version, ..file } != *began_with;
+    fn read(&self) -> anyhow::Result<LocalFiles> {
+        let texts: Vec<String> = super::manifests::read(&self.filename)?.into_iter().map(|(_, text)| text).collect();
+        let names = || self.filename.iter().map(|path| path.display().to_string()).collect::<Vec<_>>().join(", ");
+        LocalFiles::parse(&texts).map_err(|error| anyhow!("{}: {error}", names()))
+    }
+
+    /// The folder of the last file, to which paths in the files are relative: the processes usually stand there.
+    fn folder(&self) -> PathBuf {
+        match self.filename.last() {
+            Some(folder) if folder.is_dir() => folder.clone(),
+            Some(file) => file.parent().unwrap_or(Path::new(".")).to_owned(),
+            None => PathBuf::from("."),
+        }
+    }
+
+    /// Reads the files again: the target version is applied at once, all other fields at the next start.
+    async fn reload(&self, group: &Group, began_with: &LocalFiles) {
+        let (event, message) = match self.read() {
+            Ok(mut files) => {
+                let target = files.object.spec.target();
+                group.set_target(target).await;
+                let target = target.map_or_else(|| "none".to_owned(), |version| version.to_string());
+                files.object.spec.target_version = began_with.object.spec.target_version;
+                let other = files != *began_with;
                 let rest = if other { "; all other changes are applied after a restart" } else { "" };
                 ("reloaded", format!("target version: {target}{rest}"))
             }
-            Err(error) => ("unreadable", format!("{} is not applied: {error}", self.filename.display())),
+            Err(error) => ("unreadable", format!("not applied: {error:#}")),
         };
         self.tell(&json!({"event": event, "message": message}), || message.clone());
     }
 
-    async fn supervise(&self, spec: GroupSpec, file: &LocalFile) -> anyhow::Result<ExitCode> {
+    async fn supervise(&self, spec: GroupSpec, files: &LocalFiles) -> anyhow::Result<ExitCode> {
         let mut hangups = Hangups::new().context("signals cannot be awaited")?;
         let stop = shutdown::on_signals().context("signals cannot be awaited")?;
         let socket = spec.pods.first().map(|trainer| format!("@weightsync/{}-{}", spec.name, trainer.name)).unwrap_or_default();
@@ -72,7 +86,7 @@ impl LocalArgs {
                 () = stop.cancelled() => break,
                 hangup = hangups.next() => match hangup {
                     Hangup::Closed => break,
-                    Hangup::Reread => self.reload(&group, file).await,
+                    Hangup::Reread => self.reload(&group, files).await,
                 },
                 event = events.recv() => match event {
                     Ok(event) => self.tell(&as_json(&event), || as_line(&event)),
@@ -105,38 +119,44 @@ fn as_line(event: &CoordinatorEvent) -> String {
     format!("{} {}{}", event.reason, member, event.message)
 }
 
-/// Converts the file into the group's settings; paths are relative to the file.
-fn group_spec(file: &LocalFile, base: &Path) -> anyhow::Result<GroupSpec> {
-    let directory = base.join(&file.directory);
-    std::fs::create_dir_all(&directory).with_context(|| format!("{} cannot be made", directory.display()))?;
+/// Time that a join waits for others: shorter than in a cluster, because processes of one host start together.
+const JOIN_DEBOUNCE: std::time::Duration = std::time::Duration::from_millis(200);
+
+/// Converts the files into the group's settings; paths are relative to `base`.
+fn group_spec(files: &LocalFiles, base: &Path) -> anyhow::Result<GroupSpec> {
+    let processes = &files.processes;
+    let directory = base.join(&processes.directory);
+    std::fs::create_dir_all(&directory).with_context(|| format!("{} cannot be created", directory.display()))?;
     let trainer = PodSpec {
-        name: file.trainer.name.clone(),
-        role: Role::Source,
+        name: processes.trainer.name.clone(),
+        pool: None,
         size: 1,
-        gpus: file.trainer.gpu.iter().cloned().collect(),
+        gpus: processes.trainer.gpu.iter().cloned().collect(),
         engine: None,
     };
-    let rollouts = file.rollouts.iter().map(|rollout| PodSpec {
-        name: rollout.name.clone(),
-        role: Role::Rollout,
-        size: rollout.size,
-        gpus: rollout.gpus.clone(),
+    let rollouts = files.rollouts.iter().map(|rollout| PodSpec {
+        name: rollout.process.name.clone(),
+        pool: Some(rollout.pool.clone()),
+        size: rollout.ranks,
+        gpus: rollout.process.gpus.clone(),
         engine: Some(EngineProgram {
-            assignment: EngineAssignment { kind: rollout.engine.kind.clone(), port: rollout.engine.port },
-            command: rollout.engine.command.clone(),
-            environment: rollout.engine.environment.clone(),
+            assignment: EngineAssignment { kind: rollout.kind.name().to_owned(), port: rollout.port },
+            command: rollout.process.command.clone(),
+            environment: rollout.process.environment.clone(),
         }),
     });
     let program = std::env::current_exe().context("this program's own path is unknown")?;
+    let name = files.name();
     Ok(GroupSpec {
-        name: file.name.clone(),
         address: Ipv4Addr::LOCALHOST.into(),
         pods: std::iter::once(trainer).chain(rollouts).collect(),
-        versions: file.versions.clone().unwrap_or_else(|| PathBuf::from(format!("/dev/shm/weightsync-{}", file.name))),
+        versions: processes.versions.clone().unwrap_or_else(|| PathBuf::from(format!("/dev/shm/weightsync-{name}"))),
+        name,
         directory,
-        policy: file.policy(),
-        target: file.target_version,
-        debounce: std::time::Duration::from_millis(u64::from(file.update.debounce_milliseconds)),
+        policy: files.policy(),
+        join: files.object.spec.membership.join.policy(),
+        target: files.object.spec.target(),
+        debounce: JOIN_DEBOUNCE,
         guard: program.clone(),
         program,
     })

@@ -10,7 +10,6 @@ mod table;
 mod tests;
 mod units;
 
-use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -34,7 +33,7 @@ use weightsync_transport::tcp::TcpOptions;
 
 #[derive(Debug, Args)]
 pub struct PlanArgs {
-    /// Files with a WeightSync and with pods or workloads, `-` for standard input. `kubectl get ws,pods -o yaml` makes one.
+    /// Files or folders with a WeightSync and with pods or workloads, `-` for standard input. `kubectl get ws,pods -o yaml` makes one.
     #[arg(short, long, required = true)]
     filename: Vec<PathBuf>,
     /// Safetensors checkpoint, for the bytes and tensors of the model.
@@ -43,7 +42,7 @@ pub struct PlanArgs {
     /// Size of the model, such as `16GB`, if there is no checkpoint.
     #[arg(long, value_parser = parse_bytes)]
     size: Option<u64>,
-    /// Free memory of the fullest GPU while engines and trainer run, such as `20GB`. The plan then assumes NCCL for `transport.auto`, and
+    /// Free memory of the fullest GPU while engines and trainer run, such as `20GB`. The plan then assumes NCCL for `transport.type: Auto`, and
     /// shows whether its buckets fit.
     #[arg(long, value_parser = parse_bytes)]
     gpu_free: Option<u64>,
@@ -83,9 +82,7 @@ struct Reports {
 impl PlanArgs {
     pub fn run(self) -> anyhow::Result<ExitCode> {
         let mut manifests = Manifests::default();
-        for path in &self.filename {
-            manifests.read(path)?;
-        }
+        manifests.read(&self.filename)?;
         if manifests.objects.is_empty() {
             bail!("no WeightSync in {}", self.filename.iter().map(|path| path.display().to_string()).collect::<Vec<_>>().join(", "));
         }
@@ -110,14 +107,8 @@ impl PlanArgs {
                 .collect();
             let pods: Vec<PodFacts> = manifests.pods(&party.reference.namespace);
             let claims = claims(party, &parties, &pods);
-            let input = PlanInput {
-                weightsync: party.reference.clone(),
-                trainer: party.trainer.clone(),
-                pools: party.pools.clone(),
-                pods,
-                engine_sizes: BTreeMap::new(),
-                claims,
-            };
+            let input =
+                PlanInput { weightsync: party.reference.clone(), trainer: party.trainer.clone(), pools: party.pools.clone(), pods, claims };
             let plan = if problems.is_empty() { plan(&input) } else { Plan::default() };
             let roster = roster(&plan.candidates);
             let ring = match self.gpu_ring(&object.object.spec.update_policy(1).transport) {

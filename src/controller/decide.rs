@@ -8,13 +8,16 @@ use std::net::IpAddr;
 use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt;
 
-use crate::api::{Join, LONGEST_REQUEST, PREFLIGHT_ANNOTATION, Pool, WeightSync, WeightSyncSpec, container_name, pod_facts, validate};
-use weightsync_core::membership::{JoinPolicy, MembershipConfig};
+use crate::api::{LONGEST_REQUEST, PREFLIGHT_ANNOTATION, Pool, WeightSync, WeightSyncSpec, container_name, pod_facts, validate};
+use weightsync_core::membership::MembershipConfig;
 use weightsync_core::plan::{
     Candidate, Claim, LeftOut, Plan, PlanInput, PlanRefusal, PodFacts, PodPhase, PoolSpec, ROLE_LABEL, ROLE_ROLLOUT, ROLE_TRAINER,
     TrainerSpec, part_of, plan,
 };
 use weightsync_core::protocol::{Assignment, Reason, Role};
+
+/// Time that a join waits for others, so that many new pods need few new groups.
+const JOIN_DEBOUNCE_MS: u64 = 1000;
 
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Decided {
@@ -68,8 +71,6 @@ pub(super) fn decide(object: &WeightSync, others: &[&WeightSync], pods: &[&Pod])
             trainer: selection.trainer,
             pools: selection.pools,
             pods: facts.clone(),
-            // Membership compares sizes with the engines' reports when they arrive.
-            engine_sizes: BTreeMap::new(),
             claims: claims_of_others(object, others, &facts),
         })
     } else {
@@ -104,12 +105,9 @@ fn config(object: &WeightSync, replicas: u32) -> MembershipConfig {
     let asked = object.annotations().get(PREFLIGHT_ANNOTATION);
     policy.transport.preflight_asked = asked.map_or_else(String::new, |asked| asked.chars().take(LONGEST_REQUEST).collect());
     MembershipConfig {
-        join: match object.spec.membership.join {
-            Join::Immediate => JoinPolicy::Immediate,
-            Join::NextVersion => JoinPolicy::NextVersion,
-        },
+        join: object.spec.membership.join.policy(),
         target: object.spec.target(),
-        debounce_ms: object.spec.debounce_ms(),
+        debounce_ms: JOIN_DEBOUNCE_MS,
         ..MembershipConfig::new(identity.uid, identity.created, policy)
     }
 }
@@ -126,12 +124,8 @@ fn is_trainer(object: &WeightSync, labels: &BTreeMap<String, String>) -> bool {
 
 /// The engine's or trainer's container of a pod. `None` for a pod that the object does not select.
 pub(super) fn target_container(object: &WeightSync, pod: &Pod) -> Option<String> {
-    let named = if is_trainer(object, pod.labels()) {
-        object.spec.trainer.container.as_deref()
-    } else {
-        pool_of(object, pod.labels())?.container.as_deref()
-    };
-    container_name(pod, named)
+    let selected = is_trainer(object, pod.labels()) || pool_of(object, pod.labels()).is_some();
+    if selected { container_name(pod) } else { None }
 }
 
 /// Why an engine's container does not run. Readiness is ignored: the sidecar's own probe reports "not ready" until the replica was fed, so
@@ -182,7 +176,7 @@ fn claims(object: &WeightSync, pods: &[PodFacts]) -> HashMap<String, Assignment>
         let assignment = if is_trainer(object, &pod.labels) {
             wanted(Role::Source, Vec::new())
         } else if let Some(pool) = pool_of(object, &pod.labels) {
-            let head = pool.replica.pods == 1 || pod.labels.get(&pool.replica.head.label) == Some(&pool.replica.head.value);
+            let head = pool.replica.pods == 1 || pool.replica.head_labels.iter().all(|(label, value)| pod.labels.get(label) == Some(value));
             wanted(Role::Rollout, if head { WeightSyncSpec::engines(pool) } else { Vec::new() })
         } else {
             continue;

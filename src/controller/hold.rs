@@ -32,9 +32,9 @@ fn settled(status: &WeightSyncStatus) -> WeightSyncStatus {
     }
 }
 
-/// Their texts count replicas; two of them show only that an update runs.
+/// Their texts count replicas; one of them shows only that an update runs.
 fn condition(condition: &Condition) -> Option<Condition> {
-    let moved = [ConditionType::Progressing, ConditionType::Synced].iter().any(|kind| kind.as_str() == condition.type_);
+    let moved = condition.type_ == ConditionType::Progressing.as_str();
     (!moved).then(|| Condition { reason: String::new(), message: String::new(), ..condition.clone() })
 }
 

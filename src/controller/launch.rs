@@ -96,7 +96,7 @@ impl Launcher {
             Launch::Wrap => {
                 let heads = decided.members.0.iter().flat_map(|candidate| &candidate.pods);
                 let pods = heads.filter_map(|head| pods.iter().find(|pod| pod.uid().as_deref() == Some(&head.uid)));
-                launched.problems = pods.filter_map(|pod| unwrapped(pod)).map(|message| (Reason::NotWrapped, message)).collect();
+                launched.problems = pods.filter_map(|pod| unwrapped(pod)).map(|message| (Reason::AgentMissing, message)).collect();
                 launched.problems.dedup();
                 return Ok(launched);
             }
@@ -117,14 +117,14 @@ impl Launcher {
             match need(pod, &target, Timestamp::now()) {
                 Need::Nothing => {}
                 Need::Wait(wait) => launched.again = Some(launched.again.map_or(wait, |again| again.min(wait))),
-                Need::Exhausted(message) => launched.problems.push((Reason::AgentLaunchesExhausted, message)),
+                Need::Exhausted(message) => launched.problems.push((Reason::AgentLaunchFailed, message)),
                 Need::Stuck(message) => launched.problems.push((Reason::AgentLaunchFailed, format!("pod {}: {message}", head.name))),
                 Need::Launch(name) => {
                     if let Some(message) = key_not_allowed(pod, api_key(object, &candidate.name)) {
                         if self.recent.is_first_refusal(pod, &message) {
-                            tell(events, Reason::ApiKeyNotAllowed, &candidate.name, message.clone(), true);
+                            tell(events, Reason::AgentLaunchFailed, &candidate.name, message.clone(), true);
                         }
-                        launched.problems.push((Reason::ApiKeyNotAllowed, message));
+                        launched.problems.push((Reason::AgentLaunchFailed, message));
                         continue;
                     }
                     let recipe = self.recipe(object, candidate, pod, &target, name);
@@ -168,7 +168,7 @@ const RETRY: Duration = Duration::from_secs(10);
 
 fn api_key<'a>(object: &'a WeightSync, member: &MemberName) -> Option<&'a SecretKey> {
     let (pool, _) = member.0.split_once('/')?;
-    object.spec.rollouts.iter().find(|candidate| candidate.name == pool)?.engine.server()?.api_key
+    object.spec.rollouts.iter().find(|candidate| candidate.name == pool)?.engine.api_key_secret_ref.as_ref()
 }
 
 fn tell(events: &ObjectEvents, reason: Reason, member: &MemberName, message: String, warning: bool) {

@@ -275,7 +275,7 @@ impl Objects {
              read pods there, and what runs in it",
             pod.pod
         );
-        self.events_of(&object).publish(CoordinatorEvent { reason: Reason::TokenStolen, message, member: None, warning: true });
+        self.events_of(&object).publish(CoordinatorEvent { reason: Reason::ClaimRefused, message, member: None, warning: true });
     }
 
     /// How long until a coordinator that stepped down starts again.
@@ -360,7 +360,7 @@ impl Objects {
         }
         self.world.directory.remove(&uid);
         let writes = Pods::new(self.world.client.clone(), self.world.calls, &namespace);
-        let verdict = Verdict::serve(Reason::Released, "the WeightSync was deleted: the pod serves its current weights");
+        let verdict = Verdict::serve(Reason::Suspended, "the WeightSync was deleted: the pod serves its current weights");
         let others = |pod: &Pod| pod.uid().and_then(|pod| self.world.directory.claimant(&pod)).is_some();
         for pod in pods.iter().filter(|pod| is_gated(pod) && target_container(&object, pod).is_some() && !others(pod)) {
             if let Err(error) = writes.set_readiness(pod, &verdict).await {

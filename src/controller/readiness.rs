@@ -64,7 +64,7 @@ fn verdict(object: &WeightSync, view: &MembershipView, pod: &Pod, uid: &str) -> 
         return Some(match view.wanted.as_ref().or(view.version.as_ref()) {
             Some(current) => Verdict {
                 ready: false,
-                reason: Reason::NotCandidate,
+                reason: Reason::MemberLeft,
                 message: format!("the pod is no member yet, and is not known to serve version {}", current.version),
             },
             None => before_first_version(object),

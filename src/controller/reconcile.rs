@@ -176,7 +176,7 @@ impl ScopeContext {
             }
             let message = format!("pod {} was deleted because of update.onWedged RestartPod: {why}", pod.name_any());
             tracing::warn!(pod = pod.name_any(), why, "deleted a pod whose engine is wedged");
-            let event = CoordinatorEvent { reason: Reason::PodReplaced, message, member: None, warning: true };
+            let event = CoordinatorEvent { reason: Reason::EngineWedged, message, member: None, warning: true };
             self.shared.objects.events_of(object).publish(event);
         }
         (Ok(()), problems)

@@ -52,7 +52,7 @@ pub(super) struct Facts<'a> {
 impl Facts<'_> {
     /// What prevents every group, independent of its members.
     fn obstacle(&self) -> Option<(Reason, String)> {
-        let stepped_down = self.stepped_down.map(|message| (Reason::PersistConflict, message.to_owned()));
+        let stepped_down = self.stepped_down.map(|message| (Reason::PersistFailed, message.to_owned()));
         let unwritten = || {
             let found = self.view.degraded.iter().find(|degradation| degradation.reason == Reason::PersistFailed)?;
             Some((Reason::PersistFailed, found.message.clone()))
@@ -162,9 +162,6 @@ fn judge(kind: ConditionType, facts: &Facts<'_>) -> Judgement {
         _ if object.spec.suspend => suspended(kind, view),
         ConditionType::Ready => ready(facts),
         ConditionType::Progressing => progressing(view),
-        ConditionType::AgentsReady => agents_ready(facts),
-        ConditionType::GroupReady => group_ready(facts),
-        ConditionType::Synced => synced(view),
         ConditionType::Degraded => degraded(facts),
     }
 }
@@ -172,14 +169,13 @@ fn judge(kind: ConditionType, facts: &Facts<'_>) -> Judgement {
 fn accepted(decided: &Decided) -> Judgement {
     match &decided.refused {
         Some((reason, message)) => Judgement(Some(false), *reason, message.clone()),
-        None => Judgement(Some(true), Reason::Accepted, "the spec is valid, and no older object claims the pods".into()),
+        None => Judgement(Some(true), Reason::AsWanted, "the spec is valid, and no older object claims the pods".into()),
     }
 }
 
 fn suspended(kind: ConditionType, view: &MembershipView) -> Judgement {
-    let (reason, message) =
-        if view.released { (Reason::Released, "all pods were released") } else { (Reason::Suspended, "pods are being released") };
-    Judgement(Some(kind == ConditionType::Progressing && !view.released), reason, message.into())
+    let message = if view.released { "all pods were released" } else { "pods are being released" };
+    Judgement(Some(kind == ConditionType::Progressing && !view.released), Reason::Suspended, message.into())
 }
 
 fn ready(facts: &Facts<'_>) -> Judgement {
@@ -233,7 +229,7 @@ fn runs(update: &UpdateView) -> bool {
 
 fn progressing(view: &MembershipView) -> Judgement {
     match view.stage {
-        GroupStage::Adopting => Judgement(Some(true), Reason::Adopting, "this controller started and waits for agents".into()),
+        GroupStage::Adopting => Judgement(Some(true), Reason::GroupForming, "this controller started and waits for agents".into()),
         GroupStage::Persisting | GroupStage::Preparing | GroupStage::Committing => {
             Judgement(Some(true), Reason::GroupForming, format!("epoch {} is being formed", view.epoch))
         }
@@ -245,7 +241,7 @@ fn progressing(view: &MembershipView) -> Judgement {
                     || "because of targetVersion".to_owned(),
                     |refused| format!("because the canary refuses version {}", refused.version),
                 );
-                Judgement(Some(true), Reason::RollingBack, format!("members are switched to version {wanted}, {why}"))
+                Judgement(Some(true), Reason::RolledBack, format!("members are switched to version {wanted}, {why}"))
             }
             Some(update) => Judgement(Some(true), Reason::Updating, format!("an update to version {} runs", update.version)),
             None => match view.returned.filter(|returned| returned.pinned) {
@@ -253,30 +249,21 @@ fn progressing(view: &MembershipView) -> Judgement {
                     let message = format!("held at version {} by targetVersion: publishes are refused", returned.to);
                     Judgement(Some(false), Reason::RolledBack, message)
                 }
-                None => Judgement(Some(false), Reason::AsWanted, "no update runs and no group is being formed".into()),
+                None => match lagging(view) {
+                    Some(message) => Judgement(Some(true), Reason::Updating, message),
+                    None => Judgement(Some(false), Reason::AsWanted, "no update runs and no group is being formed".into()),
+                },
             },
         },
     }
 }
 
-fn agents_ready(facts: &Facts<'_>) -> Judgement {
-    let Facts { view, problems, .. } = facts;
-    if let Some((reason, message)) = problems.first() {
-        return Judgement(Some(false), *reason, message.clone());
-    }
-    let mute = |member: &&MemberView| !member.pods.is_empty() && member.incarnation.is_none();
-    let missing: Vec<String> = view.members.iter().filter(mute).map(|member| member.name.to_string()).collect();
-    if missing.is_empty() {
-        return Judgement(Some(true), Reason::AgentsReachable, format!("{} agents can be reached", view.members.len()));
-    }
-    // Agents announce themselves to this coordinator first; until then their state is not known.
-    if let Some(message) = facts.stepped_down {
-        return Judgement(None, Reason::PersistConflict, format!("not known until a group is formed: {message}"));
-    }
-    if view.stage == GroupStage::Adopting {
-        return Judgement(None, Reason::Adopting, format!("this controller started and waits for agents of {}", listed(&missing)));
-    }
-    Judgement(Some(false), Reason::AgentMissing, format!("no agent can be reached of {}", listed(&missing)))
+/// The members that lag and are about to be fed.
+fn lagging(view: &MembershipView) -> Option<String> {
+    let held = view.version.as_ref().filter(|_| view.committed && view.feeder.is_some())?;
+    let lacks = |member: &&MemberView| matches!(member.standing, MemberStanding::Behind | MemberStanding::Dirty | MemberStanding::Unknown);
+    let names: Vec<String> = view.members.iter().filter(lacks).map(|member| member.name.to_string()).collect();
+    (!names.is_empty()).then(|| format!("{} do not serve version {}", listed(&names), held.version))
 }
 
 fn listed(names: &[String]) -> String {
@@ -285,44 +272,6 @@ fn listed(names: &[String]) -> String {
         0 => shown,
         more => format!("{shown} and {more} more"),
     }
-}
-
-fn group_ready(facts: &Facts<'_>) -> Judgement {
-    let Facts { decided, view, .. } = facts;
-    if decided.refused.is_none()
-        && let Some((reason, message)) = facts.obstacle()
-    {
-        return Judgement(Some(false), reason, message);
-    }
-    if view.committed {
-        return Judgement(Some(true), Reason::GroupFormed, format!("epoch {} with {} ranks", view.epoch, view.world_size));
-    }
-    let (reason, message) = match (&decided.refused, &decided.no_source, view.stage) {
-        (Some((reason, message)), _, _) => (*reason, message.clone()),
-        (_, _, GroupStage::Adopting) => (Reason::Adopting, "this controller started and waits for agents".into()),
-        (_, _, GroupStage::Persisting | GroupStage::Preparing | GroupStage::Committing) => {
-            (Reason::GroupForming, format!("epoch {} is being formed", view.epoch))
-        }
-        (_, Some(message), _) => (Reason::NoSource, message.clone()),
-        _ => first_cause(view).unwrap_or((Reason::NoRollout, "no rollout can take part".into())),
-    };
-    Judgement(Some(false), reason, message)
-}
-
-fn synced(view: &MembershipView) -> Judgement {
-    let Some(held) = &view.version else {
-        return Judgement(Some(false), Reason::NoVersion, "no version was published yet".into());
-    };
-    if !view.committed {
-        return Judgement(Some(false), Reason::GroupForming, "there is no group".into());
-    }
-    let lacks = |member: &&MemberView| matches!(member.standing, MemberStanding::Behind | MemberStanding::Dirty | MemberStanding::Unknown);
-    let behind: Vec<String> = view.members.iter().filter(lacks).map(|member| member.name.to_string()).collect();
-    if behind.is_empty() {
-        return Judgement(Some(true), Reason::VersionReached, format!("every member serves version {}", held.version));
-    }
-    let reason = if view.feeder.is_some() { Reason::BeingFed } else { Reason::NoFeeder };
-    Judgement(Some(false), reason, format!("{} do not serve version {}", listed(&behind), held.version))
 }
 
 fn degraded(facts: &Facts<'_>) -> Judgement {

@@ -15,9 +15,9 @@ use tokio::net::TcpListener;
 use tokio::sync::{broadcast, watch};
 use tokio::time::{Instant, timeout};
 use weightsync_coordinator::CoordinatorEvent;
-use weightsync_coordinator::local::{EngineProgram, Group, GroupSpec, PodSpec, UpdateFile};
-use weightsync_core::membership::{GroupStage, MemberStanding, MemberView, MembershipView};
-use weightsync_core::protocol::{EngineAssignment, Preflight, Reason, Role, TransportPolicy, TransportWish};
+use weightsync_coordinator::local::{EngineProgram, Group, GroupSpec, PodSpec, default_policy};
+use weightsync_core::membership::{GroupStage, JoinPolicy, MemberStanding, MemberView, MembershipView};
+use weightsync_core::protocol::{EngineAssignment, HealthPolicy, Preflight, Reason, TransportPolicy, TransportWish, UpdatePolicy};
 use weightsync_testkit::liar::{INSTANCE, Lie};
 use weightsync_testkit::simulator::{Simulator, SimulatorOptions};
 
@@ -103,18 +103,16 @@ impl Fixture {
             clock::set(&folder.path().join(format!("{}.clock", pod(number))), 0);
         }
         let start = model(0).save(&folder.path().join("start"));
-        let update = UpdateFile {
-            silence_seconds: 3,
-            timeout_seconds: u32::try_from(UPDATE.as_secs()).unwrap(),
-            health_period_milliseconds: u32::try_from(HEALTH_PERIOD).unwrap(),
-            retain_mib: 64,
-            debounce_milliseconds: 100,
-            ..UpdateFile::default()
+        let policy = UpdatePolicy {
+            silence_ms: 3000,
+            update_timeout_ms: u64::try_from(UPDATE.as_millis()).unwrap(),
+            retain_bytes: 64 << 20,
+            bucket_bytes: 256 << 10,
+            // Links that are slow for a moment are faults here, and not how the network is.
+            transport: TransportPolicy { wish: TransportWish::Tcp, preflight: Preflight::Off, ..TransportPolicy::default() },
+            health: HealthPolicy { period_ms: HEALTH_PERIOD, timeout_ms: 1000, failure_threshold: 3, success_threshold: 1 },
+            ..default_policy()
         };
-        let mut policy = update.policy();
-        policy.bucket_bytes = 256 << 10;
-        // Links that are slow for a moment are faults here, and not how the network is.
-        policy.transport = TransportPolicy { wish: TransportWish::Tcp, preflight: Preflight::Off, ..TransportPolicy::default() };
         let spec = GroupSpec {
             name: name.clone(),
             address: HERE.into(),
@@ -122,7 +120,8 @@ impl Fixture {
             versions,
             pods: (0..=ROLLOUTS).map(|number| pod_spec(number, &name, &links[number], &start)).collect(),
             policy,
-            debounce: Duration::from_millis(u64::from(update.debounce_milliseconds)),
+            join: JoinPolicy::Immediate,
+            debounce: Duration::from_millis(100),
             target: None,
             program: agent_program(folder.path(), shim, &links),
             guard: PathBuf::from(PROGRAM),
@@ -479,6 +478,6 @@ fn pod_spec(number: usize, group: &str, link: &Link, start: &Path) -> PodSpec {
             environment: BTreeMap::from([("WEIGHTSYNC_CHAOS_ENGINE".to_owned(), format!("{group}-{}", pod(number)))]),
         }
     });
-    let role = if number == 0 { Role::Source } else { Role::Rollout };
-    PodSpec { name: pod(number), role, size: 1, gpus: Vec::new(), engine }
+    let pool = (number > 0).then(|| "rollouts".to_owned());
+    PodSpec { name: pod(number), pool, size: 1, gpus: Vec::new(), engine }
 }

@@ -299,7 +299,7 @@ async fn publish_to_all(fixture: &mut Fixture) -> Result<(), String> {
 /// No other member is held off for what the liar did.
 fn liar_deceives_about_itself_only(fixture: &Fixture, strike: &Strike, reported: Range<usize>) -> Result<(), String> {
     let (events, victim) = (fixture.reported.lock().unwrap(), member(strike.victim));
-    let of_others = |said: &&Said| said.reason == Reason::UpdateRefused && said.member.as_ref().is_some_and(|member| *member != victim);
+    let of_others = |said: &&Said| said.reason == Reason::MemberFailed && said.member.as_ref().is_some_and(|member| *member != victim);
     match events.iter().take(reported.end).skip(reported.start).find(of_others) {
         None => Ok(()),
         Some(said) => Err(format!("{victim} lies, and {:?} is held off: {}", said.member, said.message)),

@@ -96,7 +96,7 @@ async fn killed_or_stopped_agent_is_found_named_and_healed() {
         cluster.await_event(&["AgentLost"], MINUTE, |note| note.contains("sim-1")).await;
         cluster.await_version("run", 1, 2, START).await;
         signal(&cluster, "sim-1", "weightsync-agent", "STOP").await;
-        cluster.await_event(&["AgentSilent"], MINUTE, |note| note.contains("sim-1")).await;
+        cluster.await_event(&["AgentLost"], MINUTE, |note| note.contains("sim-1")).await;
         signal(&cluster, "sim-1", "weightsync-agent", "CONT").await;
         cluster.await_version("run", 1, 2, START).await;
         publish_to(&cluster, "trainer-0", 2, 2).await;
@@ -136,7 +136,7 @@ async fn suspended_or_deleted_object_leaves_pods_serving() {
             .await_status("run", "everybody is released", MINUTE, |status| {
                 let ready =
                     status["conditions"].as_array().into_iter().flatten().find(|c| c["type"] == "Ready").cloned().unwrap_or_default();
-                if ready["reason"] == "Released" || ready["reason"] == "Suspended" { Ok(()) } else { Err(ready.to_string()) }
+                if ready["reason"] == "Suspended" { Ok(()) } else { Err(ready.to_string()) }
             })
             .await;
         for pod in ["sim-0", "sim-1"] {

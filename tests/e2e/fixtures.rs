@@ -144,8 +144,8 @@ pub fn weightsync(name: &str) -> Value {
         "metadata": {"name": name},
         "spec": {
             "trainer": {"selector": {"matchLabels": {"group": "trainer"}}},
-            "rollouts": [{"name": "actors", "selector": {"matchLabels": {"group": "rollout"}}, "engine": {"vllm": {"ports": [ENGINE_PORT]}}}],
-            "health": {"periodSeconds": 1, "timeoutSeconds": 1, "failureThreshold": 2, "successThreshold": 2}
+            "rollouts": [{"name": "actors", "selector": {"matchLabels": {"group": "rollout"}}, "engine": {"kind": "VLLM", "ports": [ENGINE_PORT]}}],
+            "health": {"periodSeconds": 1, "timeoutSeconds": 1, "failureThreshold": 2}
         }
     })
 }

@@ -86,7 +86,7 @@ async fn sidecar_on_shown_gpu(cluster: &Cluster, mut pod: Value) -> Value {
 /// An object whose weights travel by NCCL or not at all.
 fn over_nccl(launch: &str) -> Value {
     let mut object = weightsync("run");
-    object["spec"]["transport"] = json!({"nccl": {"bucketMiB": 1, "buffers": 3}});
+    object["spec"]["transport"] = json!({"type": "NCCL", "bucketMiB": 1});
     object["spec"]["agent"] = json!({"launch": launch});
     object
 }
@@ -97,10 +97,9 @@ async fn group_after(cluster: &Cluster, after: u64, rollouts: u64) -> (u64, Stri
         .await_status("run", "a group over NCCL", START, |status| {
             let (epoch, transport) = (status["epoch"].as_u64().unwrap_or(0), &status["transport"]);
             // The number is written before the agents hear of it; the condition follows when the group stands.
-            let stands = format!("epoch {epoch} with {} ranks", rollouts + 1);
-            let conditions = status["conditions"].as_array().into_iter().flatten();
-            let stands =
-                conditions.filter(|one| one["type"] == "GroupReady").any(|one| one["status"] == "True" && one["message"] == stands);
+            let mut conditions = status["conditions"].as_array().into_iter().flatten();
+            let stands = status["worldSize"] == rollouts + 1
+                && conditions.any(|one| one["type"] == "Progressing" && one["reason"] != "GroupForming");
             if epoch > after && stands && status["replicas"]["ready"] == rollouts && transport["name"] == "nccl" {
                 Ok((epoch, transport["reason"].as_str().unwrap_or_default().to_owned()))
             } else {
@@ -266,7 +265,7 @@ async fn pods_without_usable_nccl_are_named_with_remedies() {
         let why = answer["behind"]["actors/little-memory"].as_str().unwrap_or_default().to_owned();
         assert!(why.contains("bytes are needed in /dev/shm") && why.contains("are free"), "{answer}");
         let named = |note: &str| note.contains("actors/little-memory: ") && note.contains("bytes are needed in /dev/shm");
-        cluster.await_event(&["UpdateFailed", "UpdateRefused"], MINUTE, named).await;
+        cluster.await_event(&["UpdateFailed", "MemberFailed"], MINUTE, named).await;
         no_rule_is_broken(&cluster).await;
     })
     .await;

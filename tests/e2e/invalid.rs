@@ -21,10 +21,10 @@ async fn objects_that_make_no_sense_are_refused_with_what_to_change() {
     Cluster::run("invalid", |cluster| async move {
         let cases: Vec<(&str, Value, &[&str])> = vec![
             ("no rollouts", with(|spec| spec["rollouts"] = json!([])), &["rollouts"]),
-            ("two engines in a pool", with(|spec| spec["rollouts"][0]["engine"]["sglang"] = json!({"ports": [1]})), &["engine"]),
+            ("an unknown engine", with(|spec| spec["rollouts"][0]["engine"]["kind"] = json!("TGI")), &["engine", "VLLM"]),
             ("no engine", with(|spec| spec["rollouts"][0]["engine"] = json!({})), &["engine"]),
-            ("a port twice", with(|spec| spec["rollouts"][0]["engine"]["vllm"]["ports"] = json!([8000, 8000])), &["ports"]),
-            ("port 0", with(|spec| spec["rollouts"][0]["engine"]["vllm"]["ports"] = json!([0])), &["ports"]),
+            ("a port twice", with(|spec| spec["rollouts"][0]["engine"]["ports"] = json!([8000, 8000])), &["ports"]),
+            ("port 0", with(|spec| spec["rollouts"][0]["engine"]["ports"] = json!([0])), &["ports"]),
             ("minReady 0", with(|spec| spec["membership"] = json!({"minReady": 0})), &["minReady"]),
             ("minReady 120%", with(|spec| spec["membership"] = json!({"minReady": "120%"})), &["minReady"]),
             ("an unknown launch", with(|spec| spec["agent"] = json!({"launch": "Magic"})), &["launch"]),
@@ -33,11 +33,11 @@ async fn objects_that_make_no_sense_are_refused_with_what_to_change() {
                 "retain with Ephemeral",
                 with(|spec| {
                     spec["agent"] = json!({"launch": "Ephemeral"});
-                    spec["update"] = json!({"retain": {"hostMiB": 1024}});
+                    spec["update"] = json!({"retainMiB": 1024});
                 }),
                 &["retain", "agent.launch"],
             ),
-            ("explicit order without names", with(|spec| spec["rollouts"][0]["order"] = json!({"by": "Explicit"})), &["names"]),
+            ("explicit order without names", with(|spec| spec["rollouts"][0]["order"] = json!({})), &["names"]),
             ("a negative time", with(|spec| spec["health"]["periodSeconds"] = json!(-1)), &["periodSeconds"]),
         ];
         for (what, object, words) in cases {
@@ -57,15 +57,15 @@ async fn transport_added_later_is_accepted_by_both_kinds_of_apply() {
         let mut object = weightsync("later");
         object["spec"].as_object_mut().unwrap().remove("transport");
         cluster.apply(&object).await.unwrap();
-        for transport in [json!({"tcp": {}}), json!({"nccl": {}}), json!({"auto": {}})] {
+        for transport in [json!({"type": "TCP"}), json!({"type": "NCCL"}), json!({"type": "Auto"})] {
             object["spec"]["transport"] = transport;
             cluster.apply(&object).await.unwrap();
         }
         object["spec"].as_object_mut().unwrap().remove("transport");
         cluster.apply(&object).await.unwrap();
         // What `kubectl apply` sends without `--server-side`: a merge of what the user changed.
-        cluster.patch_weightsync("later", &json!({"spec": {"transport": {"tcp": {}}}})).await.unwrap();
-        cluster.patch_weightsync("later", &json!({"spec": {"transport": {"tcp": null, "nccl": {}}}})).await.unwrap();
+        cluster.patch_weightsync("later", &json!({"spec": {"transport": {"type": "TCP"}}})).await.unwrap();
+        cluster.patch_weightsync("later", &json!({"spec": {"transport": {"type": "NCCL"}}})).await.unwrap();
     })
     .await;
 }

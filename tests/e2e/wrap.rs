@@ -66,9 +66,9 @@ async fn unwrapped_pod_is_named_with_a_remedy_and_takes_part() {
         cluster
             .await_status("run", "the pod that has a sidecar is named", MINUTE, |status| {
                 let all = status["conditions"].as_array().cloned().unwrap_or_default();
-                let agents = all.iter().find(|condition| condition["type"] == "AgentsReady").cloned().unwrap_or_default();
+                let agents = all.iter().find(|condition| condition["type"] == "Degraded").cloned().unwrap_or_default();
                 let named = agents["message"].as_str().is_some_and(|text| text.contains("sim-0") && text.contains("inject: wrap"));
-                if agents["reason"] == "NotWrapped" && named { Ok(()) } else { Err(agents.to_string()) }
+                if agents["reason"] == "AgentMissing" && named { Ok(()) } else { Err(agents.to_string()) }
             })
             .await;
         cluster.await_group("run", 1, START).await;

@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 use tempfile::TempDir;
 use tokio::process::Command;
 use tokio::time::timeout;
-use weightsync_coordinator::local::{EngineProgram, Group as Local, GroupSpec, PodSpec, UpdateFile};
-use weightsync_core::membership::MembershipView;
-use weightsync_core::protocol::{EngineAssignment, Preflight, PreflightReport, Role, TransportPolicy, TransportWish};
+use weightsync_coordinator::local::{EngineProgram, Group as Local, GroupSpec, PodSpec, default_policy};
+use weightsync_core::membership::{JoinPolicy, MembershipView};
+use weightsync_core::protocol::{EngineAssignment, Preflight, PreflightReport, TransportPolicy, TransportWish};
 
 use crate::model::Model;
 use crate::net::{ENGINE, HERE, Link, STATUS, must};
@@ -72,8 +72,7 @@ impl Group {
         let state = folder.path().join("state");
         std::fs::create_dir_all(&state).unwrap();
         let start = model(0).save(&folder.path().join("start"));
-        let update = UpdateFile { debounce_milliseconds: 100, ..UpdateFile::default() };
-        let mut policy = update.policy();
+        let mut policy = default_policy();
         policy.bucket_bytes = 1 << 20;
         policy.transport = TransportPolicy { wish: TransportWish::Tcp, preflight, ..TransportPolicy::default() };
         let spec = GroupSpec {
@@ -83,7 +82,8 @@ impl Group {
             versions: folder.path().join("versions"),
             pods: (0..=rollouts).map(|number| pod_spec(number, &links[number], &start)).collect(),
             policy,
-            debounce: Duration::from_millis(u64::from(update.debounce_milliseconds)),
+            join: JoinPolicy::Immediate,
+            debounce: Duration::from_millis(100),
             target: None,
             program: agent_program(folder.path(), &links),
             guard: PathBuf::from(PROGRAM),
@@ -178,6 +178,6 @@ fn pod_spec(number: usize, link: &Link, start: &Path) -> PodSpec {
             environment: BTreeMap::new(),
         }
     });
-    let role = if number == 0 { Role::Source } else { Role::Rollout };
-    PodSpec { name: pod(number), role, size: 1, gpus: Vec::new(), engine }
+    let pool = (number > 0).then(|| "rollouts".to_owned());
+    PodSpec { name: pod(number), pool, size: 1, gpus: Vec::new(), engine }
 }

@@ -59,10 +59,10 @@ fn slow_member_is_named_and_slows_no_update() {
         let slow = member(2);
         let left_out = with.until("the slow member to be left out", |view| {
             let row = view.members.iter().find(|row| row.name.0 == slow);
-            view.committed && row.is_some_and(|row| row.standing == MemberStanding::Out && row.reason == Reason::SlowEdge)
+            view.committed && row.is_some_and(|row| row.standing == MemberStanding::Out && row.reason == Reason::BadEdge)
         });
         let view = left_out.await;
-        let named = view.degraded.iter().find(|found| found.reason == Reason::SlowEdge).expect("a condition has the reason");
+        let named = view.degraded.iter().find(|found| found.reason == Reason::BadEdge).expect("a condition has the reason");
         assert!(named.message.contains(&slow) && named.message.contains("MB/s"), "{}", named.message);
         println!("the condition says: {}", named.message);
         let times = with.updates(5).await;

@@ -34,7 +34,7 @@ async fn demo_brings_every_version_though_a_server_is_killed() {
     assert_eq!(versions.iter().map(|version| version["version"].as_u64().unwrap()).collect::<Vec<_>>(), [1, 2, 3]);
     assert_eq!(versions.iter().map(|version| version["installed"].as_array().unwrap().len()).collect::<Vec<_>>(), [2, 1, 2]);
     assert_eq!(outcome["bytes"].as_u64().unwrap(), versions.iter().map(|version| version["bytes"].as_u64().unwrap()).sum::<u64>());
-    assert!(outcome["killed"].as_str().unwrap().starts_with("rollouts/actor-"), "{outcome}");
+    assert!(outcome["killed"].as_str().unwrap().starts_with("actors/actor-"), "{outcome}");
     // A fence and a group without the victim; another with its successor.
     assert!(outcome["epochs"].as_u64().unwrap() >= versions[0]["epoch"].as_u64().unwrap() + 2, "{outcome}");
     assert!(outcome["detectedMs"].as_u64().unwrap() <= outcome["recoveredMs"].as_u64().unwrap(), "{outcome}");

@@ -147,21 +147,23 @@ def main() -> None:
         url = f"http://127.0.0.1:{args.port}"
         serve = [args.vllm, "serve", str(work / "1"), "--served-model-name", "m", "--host", "127.0.0.1", "--port", str(args.port)]
         serve += [*LIMITS, "--distributed-executor-backend", "uni"]
-        about = {
-            "name": "pause",
-            "directory": str(work / "state"),
-            "trainer": {"name": "trainer"},
-            "rollouts": [{"name": "actor", "engine": {"kind": "vllm", "port": args.port}}],
+        version = "weightsync.dev/v1alpha1"
+        spec = {
+            "trainer": {"selector": {"matchLabels": {"part": "trainer"}}},
+            "rollouts": [{"name": "actors", "selector": {"matchLabels": {"part": "rollout"}}, "engine": {"kind": "VLLM"}}],
             "update": {"retainMiB": 0},
         }
-        (work / "about.json").write_text(json.dumps(about))
+        weightsync = {"apiVersion": version, "kind": "WeightSync", "metadata": {"name": "pause"}, "spec": spec}
+        rollouts = [{"name": "actor", "port": args.port}]
+        processes = {"apiVersion": version, "kind": "LocalProcesses", "directory": str(work / "state"), "rollouts": rollouts}
+        (work / "about.yaml").write_text(f"{json.dumps(weightsync)}\n---\n{json.dumps(processes)}\n")
         with (work / "vllm.log").open("wb") as log:
             server = subprocess.Popen(serve, env=environment(), stdout=log, stderr=log, start_new_session=True)
         local: subprocess.Popen[str] | None = None
         try:
             until("the server answers", START, lambda: healthy(url, server))
             ask(url, 300)
-            words = [args.weightsync, "local", "-f", str(work / "about.json"), "--output", "json"]
+            words = [args.weightsync, "local", "-f", str(work / "about.yaml"), "--output", "json"]
             local = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=os.environ | {"WEIGHTSYNC_MODEL_DIR": str(work / "1")})
             measure(args, work, url, local)
         finally:

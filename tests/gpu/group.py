@@ -47,24 +47,30 @@ def checkpoint(folder: Path, seed: int, mib: int) -> Path:
 
 
 class Group:
-    def __init__(self, program: str, folder: Path, mib: int, uuids: list[str], bucket: int, buffers: int) -> None:
+    def __init__(self, program: str, folder: Path, mib: int, uuids: list[str], bucket: int) -> None:
         self.program, self.folder, self.uuids = program, folder, uuids
         start = checkpoint(folder / "start", 0, mib)
         self.ports = [39100 + number for number in range(len(uuids) - 1)]
         rollouts = []
         for number, (port, uuid) in enumerate(zip(self.ports, uuids[1:], strict=True)):
             command = [f"{program}-dev", "simulate-engine", "--engine", "vllm", "--port", str(port), "--model", str(start)]
-            engine = {"kind": "vllm", "port": port, "command": command}
-            rollouts.append({"name": f"actor-{number}", "engine": engine, "gpus": [uuid]})
-        file = {
-            "name": "gpu-group",
-            "directory": str(folder / "state"),
-            "trainer": {"name": "trainer", "gpu": uuids[0]},
-            "rollouts": rollouts,
-            "transport": {"nccl": {"bucketMiB": bucket, "buffers": buffers}},
-            "update": {"bucketMiB": bucket, "retainMiB": 2 * mib + 64},
+            rollouts.append({"name": f"actor-{number}", "port": port, "command": command, "gpus": [uuid]})
+        spec = {
+            "trainer": {"selector": {"matchLabels": {"part": "trainer"}}},
+            "rollouts": [{"name": "rollouts", "selector": {"matchLabels": {"part": "rollout"}}, "engine": {"kind": "VLLM"}}],
+            "transport": {"type": "NCCL", "bucketMiB": bucket},
+            "update": {"retainMiB": 2 * mib + 64},
         }
-        (folder / "group.yaml").write_text(json.dumps(file))
+        version = "weightsync.dev/v1alpha1"
+        weightsync = {"apiVersion": version, "kind": "WeightSync", "metadata": {"name": "gpu-group"}, "spec": spec}
+        processes = {
+            "apiVersion": version,
+            "kind": "LocalProcesses",
+            "directory": str(folder / "state"),
+            "trainer": {"gpu": uuids[0]},
+            "rollouts": rollouts,
+        }
+        (folder / "group.yaml").write_text(f"{json.dumps(weightsync)}\n---\n{json.dumps(processes)}\n")
         log = (folder / "local.log").open("w")
         arguments = [program, "local", "--output", "json", "--filename", str(folder / "group.yaml")]
         self.local = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=log, text=True)
@@ -121,12 +127,11 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=4)
     parser.add_argument("--mib", type=int, default=4096)
     parser.add_argument("--bucket", type=int, default=256)
-    parser.add_argument("--buffers", type=int, default=3)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--kills", type=int, default=20)
     given = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="weightsync-gpu-", dir="/dev/shm"))
-    group = Group(given.program, folder, given.mib, gpus(given.gpus), given.bucket, given.buffers)
+    group = Group(given.program, folder, given.mib, gpus(given.gpus), given.bucket)
     group.wait("a group over NCCL", lambda: group.formed() > 0)
     version, paths = 0, [checkpoint(folder / name, seed, given.mib) for seed, name in enumerate("ab", 1)]
 

@@ -32,9 +32,9 @@ async fn both_models_reach_workers_and_draftless_engine_is_out() {
     world.until_ready(3).await;
     for version in 1..=2 {
         let result = publish(&world, Model::small, version).await.done();
-        assert_eq!(installed(&result), ["rollouts/actor-0"], "{result}");
-        assert!(behind(&result, "rollouts/actor-1").contains("started without one"), "{result}");
-        assert!(behind(&result, "rollouts/actor-2").contains("does not take from a directory"), "{result}");
+        assert_eq!(installed(&result), ["actor-0"], "{result}");
+        assert!(behind(&result, "actor-1").contains("started without one"), "{result}");
+        assert!(behind(&result, "actor-2").contains("does not take from a directory"), "{result}");
         assert!(serves(&world, 0, Model::small, version).await, "version {version}");
     }
     // A version without one brings the others back, and leaves the draft model as it is.

@@ -119,7 +119,7 @@ async fn rollout_killed_in_external_update_is_named_and_retried() {
         .await;
     assert_eq!((reported.code, reported.retryable), (PublishErrorCode::NotEnoughReplicas, true), "{reported:?}");
     assert!(reported.message.contains("actor-1"), "{reported:?}");
-    until("the survivor to be dirty", || async { world.replicas("dirty").await.contains(&"rollouts/actor-0".to_owned()) }).await;
+    until("the survivor to be dirty", || async { world.replicas("dirty").await.contains(&"actor-0".to_owned()) }).await;
 
     let second = trainer.epoch(2).await;
     assert!(second.epoch > first.epoch);

@@ -6,6 +6,7 @@ use serde_json::{Map, Value, json};
 use weightsync_core::weights::{Bucket, Dtype, Layout, TensorSpec, digest_hex, tensor_digest};
 
 /// Weights of one version.
+#[derive(Clone)]
 pub struct Model {
     seed: u64,
     /// Names, and lengths in float32.

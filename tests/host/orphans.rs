@@ -9,7 +9,7 @@ use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::process::{Child, Command};
 
 use crate::model::Model;
-use crate::world::{Actor, PROGRAM, SOON, World, installed, until};
+use crate::world::{Actor, PROGRAM, SOON, World, files, installed, until};
 
 /// Processes that name `mark` on their command line or in their environment.
 fn marked(mark: &str) -> Vec<(Pid, String)> {
@@ -52,8 +52,8 @@ async fn a_killed_local_leaves_no_process_and_its_ports_free() {
 /// A group in a terminal of its own: what the terminal shows comes on standard output, and it closes with this process.
 fn in_terminal(folder: &Path) -> Child {
     let mut command = Command::new("python3");
-    command.args(["-c", "import pty, sys; pty.spawn(sys.argv[1:])", PROGRAM, "local", "--output", "json", "--filename"]);
-    command.arg(folder.join("group.yaml")).stdin(Stdio::piped()).stdout(Stdio::piped()).kill_on_drop(true).spawn().unwrap()
+    command.args(["-c", "import pty, sys; pty.spawn(sys.argv[1:])", PROGRAM, "local", "--output", "json"]);
+    command.args(files::arguments(folder)).stdin(Stdio::piped()).stdout(Stdio::piped()).kill_on_drop(true).spawn().unwrap()
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -65,14 +65,14 @@ async fn a_closed_terminal_ends_local_and_a_signal_alone_rereads() {
     let dev = weightsync_testkit::dev_program();
     let command =
         json!([dev, "simulate-engine", "--engine", "vllm", "--server-port", port.to_string(), "--model", folder.path().join("start")]);
-    let file = json!({
-        "name": format!("closed-{}", std::process::id()),
-        "directory": "state",
+    let object = files::object(&format!("closed-{}", std::process::id()), &[Actor::new()], json!({}), "Agent", json!({}));
+    let processes = json!({
+        "apiVersion": "weightsync.dev/v1alpha1", "kind": "LocalProcesses",
         "versions": folder.path().join("versions"),
-        "trainer": {"name": "trainer"},
-        "rollouts": [{"name": "actor-0", "engine": {"kind": "vllm", "port": port, "command": command}}],
+        "rollouts": [{"name": "actor-0", "port": port, "command": command}],
     });
-    std::fs::write(folder.path().join("group.yaml"), file.to_string()).unwrap();
+    std::fs::write(folder.path().join(files::OBJECT), object.to_string()).unwrap();
+    std::fs::write(folder.path().join(files::PROCESSES), processes.to_string()).unwrap();
     let mut terminal = in_terminal(folder.path());
     let mut lines = BufReader::new(terminal.stdout.take().unwrap()).lines();
     let mut shows = async |what: &str| {

@@ -21,7 +21,7 @@ fn object() -> Value {
         "metadata": {"name": "run", "namespace": "rl", "uid": "u", "generation": 1},
         "spec": {
             "trainer": {"selector": {"matchLabels": {"app": "trainer"}}},
-            "rollouts": [{"name": "actors", "selector": {"matchLabels": {"app": "actor"}}, "engine": {"vllm": {"ports": [8000]}}}],
+            "rollouts": [{"name": "actors", "selector": {"matchLabels": {"app": "actor"}}, "engine": {"kind": "VLLM", "ports": [8000]}}],
         },
         "status": {"members": [
             {"name": "trainer/t-0", "pods": ["t-0"], "rankOffset": 0, "size": 1, "state": "Ready", "reason": "MemberReady"},

@@ -6,8 +6,9 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use tokio::process::Command;
-use weightsync_coordinator::local::{EngineProgram, Group, GroupSpec, PodSpec, UpdateFile, free_port};
-use weightsync_core::protocol::{EngineAssignment, Role};
+use weightsync_coordinator::local::{EngineProgram, Group, GroupSpec, PodSpec, default_policy, free_port};
+use weightsync_core::membership::JoinPolicy;
+use weightsync_core::protocol::EngineAssignment;
 
 use crate::model::Model;
 use crate::world::{PROGRAM, SOON, until};
@@ -16,7 +17,7 @@ use crate::world::{PROGRAM, SOON, until};
 const CERTIFICATES: Duration = Duration::from_secs(12);
 
 fn spec(name: &str, folder: &Path, ports: &[u16]) -> GroupSpec {
-    let pod = |name: String, role, engine| PodSpec { name, role, size: 1, gpus: Vec::new(), engine };
+    let pod = |name: String, pool, engine| PodSpec { name, pool, size: 1, gpus: Vec::new(), engine };
     let rollouts = ports.iter().enumerate().map(|(number, port)| {
         let model = folder.join("start").to_string_lossy().into_owned();
         let dev = weightsync_testkit::dev_program().display().to_string();
@@ -26,18 +27,19 @@ fn spec(name: &str, folder: &Path, ports: &[u16]) -> GroupSpec {
             command: command.map(str::to_owned).to_vec(),
             environment: std::collections::BTreeMap::new(),
         };
-        pod(format!("actor-{number}"), Role::Rollout, Some(engine))
+        pod(format!("actor-{number}"), Some("rollouts".to_owned()), Some(engine))
     });
-    let update = UpdateFile { health_period_milliseconds: 500, ..UpdateFile::default() };
-    let mut policy = update.policy();
+    let mut policy = default_policy();
+    policy.health.period_ms = 500;
     policy.data_tls = true;
     GroupSpec {
         name: name.to_owned(),
         address: std::net::Ipv4Addr::LOCALHOST.into(),
         directory: folder.to_owned(),
         versions: folder.join("versions"),
-        pods: std::iter::once(pod("trainer".into(), Role::Source, None)).chain(rollouts).collect(),
+        pods: std::iter::once(pod("trainer".into(), None, None)).chain(rollouts).collect(),
         policy,
+        join: JoinPolicy::Immediate,
         debounce: Duration::from_millis(200),
         target: None,
         program: PathBuf::from(PROGRAM),

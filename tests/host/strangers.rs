@@ -168,7 +168,7 @@ async fn publish(world: &World, version: u64) {
     let model = Model::small(version);
     let checkpoint = world.folder().join(version.to_string());
     let result = world.publish(&model.save(Path::new(&checkpoint)), version, &[]).await.done();
-    assert_eq!(installed(&result), ["rollouts/actor-0", "rollouts/actor-1"], "{result}");
+    assert_eq!(installed(&result), ["actor-0", "actor-1"], "{result}");
     for actor in [0, 1] {
         assert!(world.serves(actor, &model).await, "actor-{actor} serves version {version}");
     }

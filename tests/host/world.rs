@@ -4,6 +4,7 @@
 
 mod actor;
 mod ending;
+pub mod files;
 mod processes;
 
 use std::os::unix::process::ExitStatusExt;
@@ -45,6 +46,37 @@ pub struct World {
     pub http: reqwest::Client,
 }
 
+/// What a group is started with.
+struct Setup<'a> {
+    program: &'a Path,
+    delivery: &'static str,
+    machine: Option<&'a Machine>,
+    transport: Value,
+    /// What engines start with.
+    model: Model,
+    update: Value,
+    /// Whether the program reads the file of earlier builds.
+    earlier: bool,
+}
+
+impl<'a> Setup<'a> {
+    fn usual() -> Self {
+        Self {
+            program: Path::new(PROGRAM),
+            delivery: "Agent",
+            machine: None,
+            transport: transport_of_stories(),
+            model: Model::small(0),
+            update: json!({}),
+            earlier: false,
+        }
+    }
+
+    fn on(machine: &'a Machine) -> Self {
+        Self { machine: Some(machine), model: Model::large(0), ..Self::usual() }
+    }
+}
+
 /// How a publish ended.
 #[derive(Debug)]
 pub struct Published {
@@ -67,15 +99,25 @@ impl Published {
     }
 }
 
-/// Names of those that a result says serve the version.
+/// Names of those that a result says serve the version, without their pools.
 pub fn installed(result: &Value) -> Vec<&str> {
-    result["installed"].as_array().unwrap().iter().map(|name| name.as_str().unwrap()).collect()
+    result["installed"].as_array().unwrap().iter().map(|name| short(name.as_str().unwrap())).collect()
+}
+
+/// The name of a member without its pool.
+pub fn short(member: &str) -> &str {
+    member.split_once('/').map_or(member, |(_, name)| name)
+}
+
+/// Whether a value names this member, with its pool or without.
+pub fn is_member(value: &Value, member: &str) -> bool {
+    value.as_str().is_some_and(|name| name == member || short(name) == member)
 }
 
 /// Why a member does not serve the version, by a result.
 pub fn behind<'a>(result: &'a Value, member: &str) -> &'a str {
     let rows = result["behind"].as_array().unwrap();
-    let row = rows.iter().find(|row| row[0] == member).unwrap_or_else(|| panic!("{member} is not behind: {result}"));
+    let row = rows.iter().find(|row| is_member(&row[0], member)).unwrap_or_else(|| panic!("{member} is not behind: {result}"));
     row[1].as_str().unwrap()
 }
 
@@ -90,7 +132,7 @@ pub fn unavailable() -> Value {
 }
 
 impl World {
-    /// Starts a group; `update` is the part of the same name of the file, and may carry its `canary`. Engines start with version 0 of [`crate::model::Model::small`].
+    /// Starts a group; `update` has fields of the spec's parts `update`, `membership` and `health`, and may have its `canary`. Engines start with version 0 of [`crate::model::Model::small`].
     pub async fn start(update: Value, actors: impl IntoIterator<Item = Actor>) -> Self {
         Self::start_with(&Model::small(0), update, actors).await
     }
@@ -102,51 +144,49 @@ impl World {
 
     /// Starts a group of the build in that file: its coordinator, and agents for as long as that is the build there.
     pub async fn start_from(program: &Path, model: &Model, update: Value, actors: impl IntoIterator<Item = Actor>) -> Self {
-        Self::start_delivering(program, "Agent", None, transport_of_stories(), model, update, actors).await
+        Self::start_as(Setup { program, model: model.clone(), update, ..Setup::usual() }, actors).await
+    }
+
+    /// As [`start_from`](Self::start_from), with a build that reads the file of earlier builds.
+    pub async fn start_earlier(program: &Path, actors: impl IntoIterator<Item = Actor>) -> Self {
+        Self::start_as(Setup { program, earlier: true, ..Setup::usual() }, actors).await
     }
 
     /// Starts a group whose trainer has the first GPU of a machine, and whose rollouts have the next ones; `transport` is the part of the
-    /// same name of the file.
+    /// same name of the spec.
     pub async fn start_on(machine: &Machine, transport: Value, update: Value, actors: impl IntoIterator<Item = Actor>) -> Self {
-        Self::start_delivering(Path::new(PROGRAM), "Agent", Some(machine), transport, &Model::large(0), update, actors).await
+        Self::start_as(Setup { transport, update, ..Setup::on(machine) }, actors).await
     }
 
     /// As [`start_on`](Self::start_on), with the program in that file.
     pub async fn start_on_by(program: &Path, machine: &Machine, transport: Value, actors: impl IntoIterator<Item = Actor>) -> Self {
-        Self::start_delivering(program, "Agent", Some(machine), transport, &Model::large(0), json!({}), actors).await
+        Self::start_as(Setup { program, transport, ..Setup::on(machine) }, actors).await
     }
 
     /// As [`start_on`](Self::start_on), with engines that join a group by themselves, whose ranks are on the GPUs of their rollouts.
     pub async fn start_joining(machine: &Machine, update: Value, actors: impl IntoIterator<Item = Actor>) -> Self {
-        let transport = json!({"nccl": {"bucketMiB": 1, "buffers": 4}});
-        Self::start_delivering(Path::new(PROGRAM), "Engine", Some(machine), transport, &Model::large(0), update, actors).await
+        let transport = json!({"type": "NCCL", "bucketMiB": 1});
+        Self::start_as(Setup { delivery: "Engine", transport, update, ..Setup::on(machine) }, actors).await
     }
 
     /// Starts a group over that transport, with the defaults of everything else.
     pub async fn start_over(transport: Value, actors: impl IntoIterator<Item = Actor>) -> Self {
-        Self::start_delivering(Path::new(PROGRAM), "Agent", None, transport, &Model::small(0), json!({}), actors).await
+        Self::start_as(Setup { transport, ..Setup::usual() }, actors).await
     }
 
     /// Starts a group whose weights travel in the trainer's own data plane.
     pub async fn start_external(update: Value, actors: impl IntoIterator<Item = Actor>) -> Self {
-        Self::start_delivering(Path::new(PROGRAM), "External", None, json!({"auto": {}}), &Model::small(0), update, actors).await
+        Self::start_as(Setup { delivery: "External", transport: json!({}), update, ..Setup::usual() }, actors).await
     }
 
-    async fn start_delivering(
-        program: &Path,
-        delivery: &str,
-        machine: Option<&Machine>,
-        transport: Value,
-        model: &Model,
-        mut update: Value,
-        actors: impl IntoIterator<Item = Actor>,
-    ) -> Self {
+    async fn start_as(setup: Setup<'_>, actors: impl IntoIterator<Item = Actor>) -> Self {
+        let Setup { program, delivery, machine, transport, model, update, earlier } = setup;
         let folder = tempfile::tempdir().unwrap();
         model.save(&folder.path().join("start"));
         let name = format!("t{}-{}", std::process::id(), WORLDS.fetch_add(1, Ordering::Relaxed));
         let actors: Vec<Actor> = actors.into_iter().collect();
         let ports: Vec<u16> = actors.iter().map(|_| weightsync_coordinator::local::free_port().unwrap()).collect();
-        let rollouts = actors.iter().zip(&ports).enumerate().map(|(number, (actor, port))| {
+        let rollouts: Vec<Value> = actors.iter().zip(&ports).enumerate().map(|(number, (actor, port))| {
             let own = u32::try_from(number).unwrap() + 1;
             let gpus = machine.map(|_| uuid(actor.gpu.unwrap_or(own))).into_iter().collect::<Vec<_>>();
             let mut command = if actor.absent { Vec::new() } else { engine(actor, *port, folder.path()) };
@@ -154,24 +194,20 @@ impl World {
                 // The engine is on its agent's GPU, and reads what is handed over there.
                 command.extend(gpus.iter().flat_map(|gpu| ["--gpu".to_owned(), gpu.clone()]));
             }
-            let engine = json!({"kind": actor.kind, "port": port, "command": command});
-            json!({"name": format!("actor-{number}"), "size": actor.said, "engine": engine, "gpus": gpus})
-        });
-        for (key, value) in [("healthPeriodMilliseconds", json!(200)), ("timeoutSeconds", json!(20))] {
-            update.as_object_mut().unwrap().entry(key).or_insert(value);
-        }
-        let mut file = json!({
-            "name": name,
-            "directory": "state",
+            json!({"name": format!("actor-{number}"), "pool": files::pools(&actors)[number], "port": port, "command": command, "gpus": gpus})
+        }).collect();
+        let processes = json!({
+            "apiVersion": "weightsync.dev/v1alpha1", "kind": "LocalProcesses",
             "versions": folder.path().join("versions"),
-            "trainer": {"name": "trainer", "gpu": machine.map(|_| uuid(0))},
-            "rollouts": rollouts.collect::<Vec<_>>(),
-            "transport": transport, "delivery": delivery,
+            "trainer": {"gpu": machine.map(|_| uuid(0))},
+            "rollouts": rollouts,
         });
-        // An earlier build does not know every field.
-        file.as_object_mut().unwrap().extend(update.as_object_mut().unwrap().remove_entry("canary"));
-        file["update"] = update;
-        std::fs::write(folder.path().join("group.yaml"), file.to_string()).unwrap();
+        let object = files::object(&name, &actors, transport, delivery, update);
+        std::fs::write(folder.path().join(files::OBJECT), object.to_string()).unwrap();
+        std::fs::write(folder.path().join(files::PROCESSES), processes.to_string()).unwrap();
+        if earlier {
+            files::write_earlier(folder.path());
+        }
         let environment = machine.map(Machine::environment).unwrap_or_default();
         let (local, events) = start_local(program, folder.path(), &environment);
         let _ = rustls::crypto::ring::default_provider().install_default();
@@ -206,9 +242,10 @@ impl World {
 
     /// Writes a target version into the group's file, or takes it away, and has it read again.
     pub async fn target(&mut self, target: Option<u64>) {
-        let path = self.folder.path().join("group.yaml");
+        let path = self.folder.path().join(files::OBJECT);
         let mut file: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
-        file["targetVersion"] = json!(target);
+        file["spec"].as_object_mut().unwrap().remove("targetVersion");
+        file["spec"].as_object_mut().unwrap().extend(target.map(|target| ("targetVersion".to_owned(), json!(target))));
         std::fs::write(&path, file.to_string()).unwrap();
         let reloads = |events: &Vec<Value>| events.iter().filter(|event| event["event"] == "reloaded").count();
         let before = reloads(&self.events.borrow());
@@ -243,13 +280,14 @@ impl World {
 
     /// Waits until the group tells that reason of that member.
     pub async fn reported(&mut self, reason: &str, member: &str) -> String {
-        let event = self.event(&format!("{reason} of {member}"), |event| event["reason"] == reason && event["member"] == member).await;
+        let event =
+            self.event(&format!("{reason} of {member}"), |event| event["reason"] == reason && is_member(&event["member"], member)).await;
         event["message"].as_str().unwrap().to_owned()
     }
 
     /// How many events of the group have that reason and that member.
     pub fn events_of(&self, reason: &str, member: &str) -> usize {
-        self.events.borrow().iter().filter(|event| event["reason"] == reason && event["member"] == member).count()
+        self.events.borrow().iter().filter(|event| event["reason"] == reason && is_member(&event["member"], member)).count()
     }
 
     /// Runs `weightsync publish` on a checkpoint, to its end.
@@ -349,7 +387,11 @@ impl World {
     pub async fn replicas(&self, state: &str) -> Vec<String> {
         let roster = self.roster("trainer").await;
         let replicas = roster["replicas"].as_array().cloned().unwrap_or_default();
-        replicas.iter().filter(|replica| replica["state"] == state).map(|replica| replica["name"].as_str().unwrap().to_owned()).collect()
+        replicas
+            .iter()
+            .filter(|replica| replica["state"] == state)
+            .map(|replica| short(replica["name"].as_str().unwrap()).to_owned())
+            .collect()
     }
 
     /// Waits until that many replicas are ready.
@@ -379,8 +421,8 @@ impl World {
 /// Starts `weightsync local` on the file in the folder; answers what it prints, too.
 fn start_local(program: &Path, folder: &Path, environment: &[(&'static str, String)]) -> (Child, watch::Receiver<Vec<Value>>) {
     let mut local = Command::new(program)
-        .args(["local", "--output", "json", "--filename"])
-        .arg(folder.join("group.yaml"))
+        .args(["local", "--output", "json"])
+        .args(files::arguments(folder))
         .envs(environment.iter().cloned())
         .stdout(Stdio::piped())
         .stderr(std::fs::File::options().create(true).append(true).open(folder.join("local.log")).unwrap())
@@ -421,8 +463,8 @@ pub async fn until<F: Future<Output = bool>>(what: &str, mut condition: impl FnM
 /// (over the RDMA device of this host).
 fn transport_of_stories() -> Value {
     match std::env::var("WEIGHTSYNC_STORIES_OVER").as_deref() {
-        Ok("gdr") => json!({"gdr": {"bucketMiB": 1, "allowTcp": true}}),
-        Ok("verbs") => json!({"gdr": {"bucketMiB": 1}}),
-        _ => json!({"tcp": {}}),
+        Ok("gdr") => json!({"type": "GDR", "bucketMiB": 1, "allowTcp": true}),
+        Ok("verbs") => json!({"type": "GDR", "bucketMiB": 1}),
+        _ => json!({"type": "TCP"}),
     }
 }

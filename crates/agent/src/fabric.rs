@@ -150,7 +150,7 @@ impl Fabric {
         };
         if !rdma && !policy.allow_tcp {
             return no(format!(
-                "its host shows no RDMA device ({DEVICES} is empty): mount one (an RDMA device plugin does), or set transport.gdr.allowTcp"
+                "its host shows no RDMA device ({DEVICES} is empty): mount one (an RDMA device plugin does), or set transport.allowTcp"
             ));
         }
         if rdma && let Some(limit) = rdma::locks_too_little(getrlimit(Resource::Memlock).current, &own_status().await) {

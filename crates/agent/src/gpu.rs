@@ -431,7 +431,7 @@ fn on_one_node(roster: &Roster, plan: &CommunicatorPlan) -> bool {
 fn slow(rdma: &[String], why: &str) -> String {
     format!(
         "NCCL uses NET/Socket between hosts, and this host has an RDMA device ({}) that NET/IB could use: {why}. Let NCCL open the device \
-         (libibverbs, /dev/infiniband, the capability IPC_LOCK, NCCL_IB_HCA), or set transport.nccl.allowTcp",
+         (libibverbs, /dev/infiniband, the capability IPC_LOCK, NCCL_IB_HCA), or set transport.allowTcp",
         rdma.join(", ")
     )
 }

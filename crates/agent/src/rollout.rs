@@ -224,10 +224,7 @@ impl Rollout {
         if facts.size != member.size {
             return Err(refusal(
                 RefusalCode::SizeMismatch,
-                format!(
-                    "the engine at {} has {} worker ranks, the spec says {}: correct `parallelism`",
-                    facts.url, facts.size, member.size
-                ),
+                format!("the engine at {} has {} worker ranks, the spec says {}: correct `ranks`", facts.url, facts.size, member.size),
             ));
         }
         Ok(())

@@ -12,9 +12,16 @@ mod process;
 mod restarts;
 mod store;
 mod supervisor;
-mod update;
 
 pub use group::{Group, GroupError, GroupSpec};
 pub use pod::{EngineProgram, PodSpec};
 pub use port::free_port;
-pub use update::UpdateFile;
+
+use weightsync_core::protocol::{Preflight, TransportPolicy, UpdatePolicy};
+
+/// The default rules of updates on one host: those of the resource, without TLS between processes, and without measuring a network that is
+/// not there.
+pub fn default_policy() -> UpdatePolicy {
+    let transport = TransportPolicy { preflight: Preflight::Off, ..TransportPolicy::default() };
+    UpdatePolicy { data_tls: false, transport, ..UpdatePolicy::default() }
+}

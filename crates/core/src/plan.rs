@@ -9,8 +9,7 @@
 //! 2. `trainer`: the first pod in order is the source, or the plan says why there is none.
 //! 3. `replicas`: pods become replicas: one pod, one of several ports in a pod, or a group of pods with a head.
 //! 4. `order`: replicas are put in the order that their pool asks for.
-//! 5. `size`: ranks of a replica, from the spec, compared with what its engine says.
-//! 6. [`roster()`]: offsets `0, 1, 1 + size, ...` without gaps, and the chain in which bytes travel.
+//! 5. [`roster()`]: offsets `0, 1, 1 + size, ...` without gaps, and the chain in which bytes travel.
 //!
 //! Three questions more are answered here: [`explain()`] (bytes, buckets, memory, time), [`gpu_ring()`] (the ring of buckets on each GPU,
 //! and whether there is room for it) and [`sharing()`] (whether agent and engine can share a GPU's memory).
@@ -32,7 +31,6 @@ mod replicas;
 mod roster;
 mod selector;
 mod sharing;
-mod size;
 mod trainer;
 mod units;
 
@@ -47,13 +45,12 @@ pub use gpu_memory::{
     CONTEXT_ESTIMATE, GpuNeed, GpuRing, GpuRoom, NCCL_ESTIMATE, NoRing, RingChoice, RingLoad, RingWish, USUAL_LOAD, gpu_ring,
     slots_with_copies,
 };
-pub use input::{Claim, EndpointKey, GroupSpec, Order, PlanInput, PodFacts, PodPhase, PoolSpec, TrainerSpec, WeightSyncRef};
+pub use input::{Claim, GroupSpec, Order, PlanInput, PodFacts, PodPhase, PoolSpec, TrainerSpec, WeightSyncRef};
 pub use outcome::{LeftOut, LeftOutCode, Plan, PlanRefusal};
 pub use rank_plan::{RankPlan, rank_plan};
 pub use roster::{chain, roster};
 pub use selector::{Operator, Requirement, Selector};
 pub use sharing::{Neighbour, NoSharing, ProcessView, Sharing, SharingFacts, expandable_segments, sharing};
-pub use size::Parallelism;
 pub use units::{show_bytes, show_free};
 
 /// Label by which a pod consents to take part: `trainer` or `rollout`.

@@ -3,9 +3,9 @@
 use serde_json::{Value, json};
 
 use super::least;
-use crate::api::{WeightSync, WeightSyncSpec};
-use weightsync_core::plan::{GroupSpec, Operator, Order, Parallelism};
-use weightsync_core::protocol::{EngineAssignment, KvCachePolicy, PausePolicy};
+use crate::api::{EngineKind, WeightSync, WeightSyncSpec};
+use weightsync_core::plan::{GroupSpec, Operator, Order};
+use weightsync_core::protocol::{EngineAssignment, KvCachePolicy, PausePolicy, TransportWish};
 
 fn object(spec: Value) -> WeightSync {
     let mut object = least();
@@ -27,16 +27,16 @@ fn pool(fields: Value) -> WeightSync {
 fn what_is_left_out_has_the_defaults_that_the_schema_states() {
     let spec = object(json!({})).spec;
     let policy = spec.update_policy(4);
+    assert_eq!(policy, weightsync_core::protocol::UpdatePolicy::default());
     assert_eq!((policy.pause, policy.kv_cache), (PausePolicy::Keep, KvCachePolicy::Reset));
     assert_eq!((policy.min_ready, policy.silence_ms, policy.update_timeout_ms), (1, 10_000, 600_000));
     assert_eq!((policy.retain_bytes, policy.bucket_bytes, policy.data_tls), (u64::MAX, 0, true));
     assert_eq!(policy.digest, weightsync_core::protocol::Digest::Blake3);
     assert_eq!((policy.health.period_ms, policy.health.timeout_ms), (2000, 5000));
     assert_eq!((policy.health.failure_threshold, policy.health.success_threshold), (3, 1));
-    assert_eq!(spec.debounce_ms(), 1000);
     assert!(spec.serve_before_first_version());
     let pools = spec.plan_pools();
-    assert_eq!((pools[0].ports.clone(), pools[0].group.clone(), pools[0].order.clone()), (vec![8000], None, Order::Name));
+    assert_eq!((pools[0].ports.clone(), pools[0].group.clone(), pools[0].order.clone()), (vec![8000], None, Order::Auto));
     assert_eq!(spec.trainer.to_plan().order, Order::Auto);
     let written: Value = serde_json::to_value(&spec).unwrap();
     assert_eq!(serde_json::from_value::<WeightSyncSpec>(written).unwrap(), spec, "defaults written out mean the same");
@@ -71,9 +71,9 @@ fn max_skew_is_converted_and_absent_without_a_value() {
 #[test]
 fn policies_are_carried_over_in_the_agents_units() {
     let spec = object(json!({
-        "transport": {"tcp": {"tls": false, "bucketMiB": 32}},
-        "update": {"pause": "Abort", "kvCache": "Keep", "timeoutSeconds": 60, "silenceSeconds": 3, "retain": {"hostMiB": 5}, "digest": "Xxh3"},
-        "membership": {"minReady": "50%", "debounceSeconds": 7},
+        "transport": {"type": "TCP", "tls": false, "bucketMiB": 32},
+        "update": {"pause": "Abort", "kvCache": "Keep", "timeoutSeconds": 60, "silenceSeconds": 3, "retainMiB": 5, "digest": "Xxh3"},
+        "membership": {"minReady": "50%"},
         "readiness": {"beforeFirstVersion": "Hold"},
     }))
     .spec;
@@ -82,7 +82,6 @@ fn policies_are_carried_over_in_the_agents_units() {
     assert_eq!((policy.update_timeout_ms, policy.silence_ms, policy.retain_bytes), (60_000, 3000, 5 << 20));
     assert_eq!((policy.bucket_bytes, policy.data_tls), (32 << 20, false));
     assert_eq!(policy.digest, weightsync_core::protocol::Digest::Xxh3);
-    assert_eq!(spec.debounce_ms(), 7000);
     assert!(!spec.serve_before_first_version());
 }
 
@@ -96,10 +95,10 @@ fn rollback_target_and_kept_count_are_converted() {
 
 #[test]
 fn canary_is_converted_to_thousandths_or_none() {
-    let canary = json!({"prompt": "Two and two is", "maxTokens": 4, "minLogProb": "-2.5", "maxLogProb": "-0.063"});
+    let canary = json!({"prompt": "Two and two is", "maxTokens": 4, "minLogProb": "-2.5"});
     let policy = object(json!({"membership": {"keep": 2}, "canary": canary})).spec.update_policy(1).canary.unwrap();
     assert_eq!((policy.prompt.as_str(), policy.max_tokens), ("Two and two is", 4));
-    assert_eq!((policy.least_log_prob_milli, policy.greatest_log_prob_milli), (-2500, -63));
+    assert_eq!((policy.least_log_prob_milli, policy.greatest_log_prob_milli), (-2500, 0));
     let least = object(json!({"canary": {"prompt": "a", "minLogProb": -3}})).spec.update_policy(1).canary.unwrap();
     assert_eq!((least.max_tokens, least.least_log_prob_milli, least.greatest_log_prob_milli), (1, -3000, 0));
     assert_eq!(object(json!({})).spec.update_policy(1).canary, None);
@@ -119,20 +118,19 @@ fn pod_group_defaults_to_leader_worker_set_labels() {
         Some(GroupSpec {
             pods: 2,
             label: "leaderworkerset.sigs.k8s.io/group-key".to_owned(),
-            head_label: "leaderworkerset.sigs.k8s.io/worker-index".to_owned(),
-            head_value: "0".to_owned(),
+            head: [("leaderworkerset.sigs.k8s.io/worker-index".to_owned(), "0".to_owned())].into(),
         })
     );
-    let own = group(json!({"pods": 3, "groupLabel": "g", "head": {"label": "role", "value": "head"}})).unwrap();
-    assert_eq!((own.label.as_str(), own.head_label.as_str(), own.head_value.as_str()), ("g", "role", "head"));
+    let own = group(json!({"pods": 3, "groupLabel": "g", "headLabels": {"role": "head"}})).unwrap();
+    assert_eq!((own.label.as_str(), own.head), ("g", [("role".to_owned(), "head".to_owned())].into()));
 }
 
 #[test]
 fn orders_sizes_engines_and_selectors_are_carried_over() {
     let object = pool(json!({
-        "engine": {"sglang": {"ports": [30_001, 30_002]}},
-        "parallelism": {"tensor": 4, "data": 2, "expert": 8},
-        "order": {"by": "Explicit", "names": ["b", "a"]},
+        "engine": {"kind": "SGLang", "ports": [30_001, 30_002]},
+        "ranks": 8,
+        "order": {"names": ["b", "a"]},
         "selector": {"matchLabels": {"app": "x"}, "matchExpressions": [
             {"key": "tier", "operator": "In", "values": ["a", "b"]},
             {"key": "gone", "operator": "DoesNotExist"},
@@ -140,7 +138,7 @@ fn orders_sizes_engines_and_selectors_are_carried_over() {
     }));
     let spec = &object.spec.plan_pools()[0];
     assert_eq!(spec.ports, [30_001, 30_002]);
-    assert_eq!(spec.parallelism, Parallelism { tensor: 4, pipeline: 1, data: 2, expert: 8 });
+    assert_eq!(spec.ranks, 8);
     assert_eq!(spec.order, Order::Explicit(vec!["b".to_owned(), "a".to_owned()]));
     assert_eq!(spec.selector.labels["app"], "x");
     assert_eq!(spec.selector.requirements[0].operator, Operator::In(["a".to_owned(), "b".to_owned()].into()));
@@ -148,10 +146,7 @@ fn orders_sizes_engines_and_selectors_are_carried_over() {
     let engines = WeightSyncSpec::engines(&object.spec.rollouts[0]);
     let engine = |port| EngineAssignment { kind: "sglang".to_owned(), port };
     assert_eq!(engines, [engine(30_001), engine(30_002)]);
-    for (by, expected) in [("Ordinal", Order::Ordinal), ("Name", Order::Name)] {
-        assert_eq!(pool(json!({"order": {"by": by}})).spec.plan_pools()[0].order, expected);
-    }
-    let labelled = pool(json!({"order": {"by": "Label", "label": "rank"}}));
+    let labelled = pool(json!({"order": {"label": "rank"}}));
     assert_eq!(labelled.spec.plan_pools()[0].order, Order::Label("rank".to_owned()));
 }
 
@@ -160,12 +155,35 @@ fn the_trainers_order_is_carried_over() {
     let order = |order: Value| {
         let trainer = object(json!({"trainer": {"selector": {"matchLabels": {"app": "t"}}, "order": order}})).spec.trainer.to_plan();
         assert_eq!(trainer.sources, 1);
-        (trainer.order, trainer.first_index)
+        trainer.order
     };
-    assert_eq!(order(json!({"by": "Ordinal", "firstIndex": 4})), (Order::Ordinal, 4));
-    assert_eq!(order(json!({"by": "Name"})), (Order::Name, 0));
-    assert_eq!(order(json!({"by": "Label", "label": "rank"})), (Order::Label("rank".to_owned()), 0));
-    assert_eq!(order(json!({"by": "Explicit", "names": ["a"]})), (Order::Explicit(vec!["a".to_owned()]), 0));
+    assert_eq!(order(json!({"label": "rank"})), Order::Label("rank".to_owned()));
+    assert_eq!(order(json!({"names": ["a"]})), Order::Explicit(vec!["a".to_owned()]));
+}
+
+#[test]
+fn each_engine_kind_has_a_name_and_a_default_port() {
+    let engines =
+        [("VLLM", "vllm", 8000), ("SGLang", "sglang", 30_000), ("LMDeploy", "lmdeploy", 23_333), ("FastDeploy", "fastdeploy", 8000)];
+    assert_eq!(engines.len(), EngineKind::ALL.len());
+    for ((kind, name, port), known) in engines.into_iter().zip(EngineKind::ALL) {
+        let object = pool(json!({"engine": {"kind": kind}}));
+        assert_eq!(object.spec.rollouts[0].engine.kind, known);
+        assert_eq!(WeightSyncSpec::engines(&object.spec.rollouts[0]), [EngineAssignment { kind: name.to_owned(), port }]);
+        assert_eq!(object.spec.plan_pools()[0].ports, [port]);
+    }
+}
+
+#[test]
+fn transport_is_converted_with_one_length_of_buckets() {
+    let of = |transport: Value| object(json!({"transport": transport})).spec.update_policy(1);
+    for (kind, wish) in
+        [("TCP", TransportWish::Tcp), ("NCCL", TransportWish::Nccl), ("GDR", TransportWish::Gdr), ("Auto", TransportWish::Auto)]
+    {
+        let policy = of(json!({"type": kind, "bucketMiB": 4, "allowTcp": true, "ncclEnv": {"NCCL_DEBUG": "INFO"}}));
+        assert_eq!((policy.transport.wish, policy.bucket_bytes, policy.transport.slot_bytes), (wish, 4 << 20, 4 << 20));
+        assert!(policy.transport.allow_tcp && policy.transport.environment["NCCL_DEBUG"] == "INFO");
+    }
 }
 
 #[test]
@@ -182,10 +200,10 @@ fn age_and_identity_are_read_from_the_metadata() {
 fn preflight_is_auto_unless_it_is_off() {
     use weightsync_core::protocol::Preflight::{Auto, Off};
     for (transport, expected) in [
-        (json!({"auto": {}}), Auto),
+        (json!({}), Auto),
         (json!({"preflight": "Off"}), Off),
-        (json!({"gdr": {}, "preflight": "Off"}), Off),
-        (json!({"tcp": {}, "preflight": "Auto"}), Auto),
+        (json!({"type": "GDR", "preflight": "Off"}), Off),
+        (json!({"type": "TCP", "preflight": "Auto"}), Auto),
     ] {
         assert_eq!(object(json!({"transport": transport})).spec.update_policy(1).transport.preflight, expected, "{transport}");
     }

@@ -12,9 +12,10 @@ use crate::api::{WeightSync, schema, unknown_fields, validate};
 fn every_example_is_valid_and_has_no_unknown_field() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/examples");
     let schema = schema().unwrap();
+    let files = fs::read_dir(&folder).unwrap().chain(fs::read_dir(folder.join("quickstart")).unwrap());
+    let paths = files.map(|entry| entry.unwrap().path()).filter(|path| path.is_file() && !path.ends_with("quickstart/pods.yaml"));
     let mut seen = 0;
-    for entry in fs::read_dir(folder).unwrap() {
-        let path = entry.unwrap().path();
+    for path in paths {
         let name = path.file_name().unwrap().to_string_lossy().into_owned();
         let documents: Vec<Value> = serde_saphyr::from_multiple(&fs::read_to_string(&path).unwrap()).unwrap();
         let objects: Vec<&Value> = documents.iter().filter(|document| document["kind"] == "WeightSync").collect();

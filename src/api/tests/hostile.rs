@@ -133,7 +133,7 @@ impl Maker {
 /// Everything that is made of a spec; whatever it holds, nothing panics, and no number is wrapped.
 fn convert(object: &WeightSync) {
     let spec: &WeightSyncSpec = &object.spec;
-    let _ = (object.plan_ref(), spec.plan_pools(), spec.trainer.to_plan(), spec.target(), spec.debounce_ms());
+    let _ = (object.plan_ref(), spec.plan_pools(), spec.trainer.to_plan(), spec.target());
     for pool in &spec.rollouts {
         let _ = WeightSyncSpec::engines(pool);
     }

@@ -29,7 +29,7 @@ fn the_usual_facts_are_read() {
     let facts = pod_facts(&pod(json!({})), Some("why".to_owned()));
     assert_eq!((facts.name.as_str(), facts.uid.as_str(), facts.node.as_deref()), ("actor-3", "u", Some("n")));
     assert_eq!(facts.labels["app"], "actor");
-    assert_eq!(facts.containers.into_iter().collect::<Vec<_>>(), ["engine", "proxy"], "init containers run no engine");
+    assert_eq!(facts.missing_container, None);
     assert_eq!(facts.unready.as_deref(), Some("why"));
 }
 
@@ -81,10 +81,12 @@ fn readiness_is_the_kubelets_word_with_its_reason() {
 }
 
 #[test]
-fn the_container_is_the_named_the_annotated_or_the_first_one() {
+fn the_container_is_the_annotated_or_the_first_one() {
     let plain = pod(json!({}));
     let annotated = pod(json!({"metadata": {"annotations": {"weightsync.dev/container": "proxy"}}}));
-    assert_eq!(container_name(&plain, None).as_deref(), Some("engine"));
-    assert_eq!(container_name(&annotated, None).as_deref(), Some("proxy"));
-    assert_eq!(container_name(&annotated, Some("engine")).as_deref(), Some("engine"));
+    assert_eq!(container_name(&plain).as_deref(), Some("engine"));
+    assert_eq!(container_name(&annotated).as_deref(), Some("proxy"));
+    assert_eq!(pod_facts(&annotated, None).missing_container, None);
+    let init = pod(json!({"metadata": {"annotations": {"weightsync.dev/container": "setup"}}}));
+    assert_eq!(pod_facts(&init, None).missing_container.as_deref(), Some("setup"), "init containers run no engine");
 }

@@ -21,68 +21,53 @@ fn selector() -> impl Strategy<Value = PodSelector> {
         .prop_map(|(match_labels, match_expressions)| PodSelector { match_labels, match_expressions })
 }
 
+fn order() -> impl Strategy<Value = Order> {
+    (of(TEXT), prop::collection::vec(TEXT, 0..3)).prop_map(|(label, names)| Order { label, names })
+}
+
 fn trainer() -> impl Strategy<Value = Trainer> {
-    let by = prop::sample::select(vec![TrainerOrderBy::Ordinal, TrainerOrderBy::Name, TrainerOrderBy::Label, TrainerOrderBy::Explicit]);
-    let order = (by, of(TEXT), prop::collection::vec(TEXT, 0..3), of(0..9));
-    let order = order.prop_map(|(by, label, names, first_index)| TrainerOrder { by, label, names, first_index });
-    (selector(), of(TEXT), of(order)).prop_map(|(selector, container, order)| Trainer { selector, container, order })
+    (selector(), of(order())).prop_map(|(selector, order)| Trainer { selector, order })
 }
 
 fn engine() -> impl Strategy<Value = Engine> {
-    let server = (prop::collection::vec(1..65_536, 0..3), of((TEXT, TEXT)));
-    (0..4, server).prop_map(|(kind, (ports, key))| {
-        let api_key_secret_ref = key.map(|(name, key)| SecretKey { name, key });
-        match kind {
-            0 => Engine { vllm: Some(Vllm { ports, api_key_secret_ref }), ..Engine::default() },
-            1 => Engine { sglang: Some(Sglang { ports, api_key_secret_ref }), ..Engine::default() },
-            2 => Engine { fastdeploy: Some(Fastdeploy { ports, api_key_secret_ref }), ..Engine::default() },
-            _ => Engine { lmdeploy: Some(Lmdeploy { ports, api_key_secret_ref }), ..Engine::default() },
-        }
+    let kind = prop::sample::select(EngineKind::ALL.to_vec());
+    let key = of((TEXT, TEXT).prop_map(|(name, key)| SecretKey { name, key }));
+    (kind, prop::collection::vec(1..65_536, 0..3), key).prop_map(|(kind, ports, api_key_secret_ref)| Engine {
+        kind,
+        ports,
+        api_key_secret_ref,
     })
 }
 
 fn pool() -> impl Strategy<Value = Pool> {
-    let by = prop::sample::select(vec![OrderBy::Ordinal, OrderBy::Name, OrderBy::Label, OrderBy::Explicit]);
-    let order = (by, of(TEXT), prop::collection::vec(TEXT, 0..3)).prop_map(|(by, label, names)| PoolOrder { by, label, names });
-    let replica = (1..9, TEXT, TEXT, TEXT);
-    let replica = replica.prop_map(|(pods, group_label, label, value)| Replica { pods, group_label, head: Head { label, value } });
-    let sizes = [1..9, 1..9, 1..9, 1..9].prop_map(|[tensor, pipeline, data, expert]| Sizes { tensor, pipeline, data, expert });
-    (TEXT, selector(), of(TEXT), engine(), sizes, replica, order).prop_map(
-        |(name, selector, container, engine, parallelism, replica, order)| Pool {
-            name,
-            selector,
-            container,
-            engine,
-            parallelism,
-            replica,
-            order,
-        },
-    )
+    let replica = (1..9, TEXT, prop::collection::btree_map(TEXT, TEXT, 0..3));
+    let replica = replica.prop_map(|(pods, group_label, head_labels)| Replica { pods, group_label, head_labels });
+    (TEXT, selector(), engine(), 1..9, replica, of(order())).prop_map(|(name, selector, engine, ranks, replica, order)| Pool {
+        name,
+        selector,
+        engine,
+        ranks,
+        replica,
+        order,
+    })
 }
 
 fn transport() -> impl Strategy<Value = Transport> {
-    let tcp = (any::<bool>(), of(1..99)).prop_map(|(tls, bucket_mib)| Tcp { tls, bucket_mib });
+    let kind = prop::sample::select(vec![TransportType::Auto, TransportType::Tcp, TransportType::Nccl, TransportType::Gdr]);
     let env = prop::collection::btree_map(TEXT, TEXT, 0..3);
-    let nccl = (of(1..99), of(2..9), env, of(any::<bool>()));
-    let nccl = nccl.prop_map(|(bucket_mib, buffers, env, allow_tcp)| Nccl { bucket_mib, buffers, env, allow_tcp });
-    let gdr = (of(1..99), of(2..9), of(any::<bool>())).prop_map(|(bucket_mib, buffers, allow_tcp)| Gdr { bucket_mib, buffers, allow_tcp });
     let preflight = prop::sample::select(vec![Preflight::Auto, Preflight::Off]);
-    (any::<bool>(), of(tcp), of(nccl), of(gdr), of(preflight)).prop_map(|(auto, tcp, nccl, gdr, preflight)| Transport {
-        auto: auto.then_some(Auto {}),
-        tcp,
-        nccl,
-        gdr,
-        preflight,
-    })
+    (kind, of(any::<bool>()), of(1..99), env, any::<bool>(), of(preflight)).prop_map(
+        |(kind, tls, bucket_mib, nccl_env, allow_tcp, preflight)| Transport { kind, tls, bucket_mib, nccl_env, allow_tcp, preflight },
+    )
 }
 
 prop_compose! {
     fn spec()(
         trainer in trainer(),
         rollouts in prop::collection::vec(pool(), 0..3),
-        transport in of(transport()),
+        transport in transport(),
         suspend in any::<bool>(),
-        [period_seconds, timeout_seconds, failure_threshold, success_threshold] in [1..99, 1..99, 1..99, 1..99],
+        [period_seconds, timeout_seconds, failure_threshold, keep] in [1..99, 1..99, 1..99, 1..99],
         min_ready in prop_oneof![(1..9).prop_map(IntOrString::Int), TEXT.prop_map(IntOrString::String)],
         (on_wedged, digest) in (prop::sample::select(vec![OnWedged::Report, OnWedged::RestartPod]), prop::sample::select(vec![Digest::Blake3, Digest::Xxh3])),
         delivery in prop::sample::select(vec![Delivery::Agent, Delivery::Engine, Delivery::External]),
@@ -93,30 +78,29 @@ prop_compose! {
         launch in prop::sample::select(vec![Launch::Sidecar, Launch::Wrap, Launch::Ephemeral, Launch::External]),
         [target_version, max_skew] in [of(0_i64..9), of(0_i64..9)],
         max_unavailable in of(prop_oneof![(1..9).prop_map(IntOrString::Int), TEXT.prop_map(IntOrString::String)]),
-        canary in of((TEXT, 1..9, -9_i32..0, -9_i32..0)),
+        canary in of((TEXT, 1..9, -9_i32..0)),
         before in prop::sample::select(vec![BeforeFirstVersion::Serve, BeforeFirstVersion::Hold]),
     ) -> WeightSyncSpec {
         WeightSyncSpec {
             suspend,
             target_version,
-            canary: canary.map(|(prompt, max_tokens, least, greatest)| Canary {
+            canary: canary.map(|(prompt, max_tokens, least)| Canary {
                 prompt,
                 max_tokens,
                 min_log_prob: IntOrString::Int(least),
-                max_log_prob: IntOrString::String(greatest.to_string()),
             }),
             trainer,
             rollouts,
             delivery,
             transport,
-            health: Health { period_seconds, timeout_seconds, failure_threshold, success_threshold },
-            membership: Membership { min_ready, max_unavailable, max_skew, keep: success_threshold, join, debounce_seconds: period_seconds },
+            health: Health { period_seconds, timeout_seconds, failure_threshold },
+            membership: Membership { min_ready, max_unavailable, max_skew, keep, join },
             update: Update {
                 pause,
                 kv_cache,
                 timeout_seconds,
                 silence_seconds: period_seconds,
-                retain: retain.map(|host_mib| Retain { host_mib }),
+                retain_mib: retain,
                 digest,
                 on_wedged,
             },
@@ -264,11 +248,11 @@ proptest! {
 fn unknown_field_is_dropped_and_named_by_its_path() {
     let mut object = super::least();
     object["spec"]["rolouts"] = json!([]);
-    object["spec"]["rollouts"][0]["engine"]["vllm"]["prots"] = json!([1]);
+    object["spec"]["rollouts"][0]["engine"]["prots"] = json!([1]);
     let schema = schema().unwrap();
     assert_eq!(
         unknown_fields(&schema, &object),
-        ["spec.rolouts", "spec.rollouts[0].engine.vllm.prots"]
+        ["spec.rolouts", "spec.rollouts[0].engine.prots"]
             .map(str::to_owned)
             .into_iter()
             .rev()

@@ -1,11 +1,12 @@
 //! Reads manifests: WeightSync objects, pods, and workloads that would create pods. Other kinds are ignored.
 
-use std::path::Path;
+use std::path::PathBuf;
 
 use anyhow::{Context, anyhow};
 use k8s_openapi::api::core::v1::Pod;
 use serde_json::Value;
 
+use super::super::manifests;
 use super::expand;
 use crate::api::{GROUP, VERSION, WeightSync, not_ready, pod_facts, schema, unknown_fields};
 use weightsync_core::plan::{PodFacts, PodPhase};
@@ -24,10 +25,12 @@ pub(super) struct Read {
 }
 
 impl Manifests {
-    /// Reads one file, or standard input.
-    pub(super) fn read(&mut self, path: &Path) -> anyhow::Result<()> {
-        let text = weightsync_agent::command::text::read(path)?;
-        self.parse(&text).with_context(|| format!("{} cannot be parsed", path.display()))
+    /// Reads files, folders, or standard input.
+    pub(super) fn read(&mut self, paths: &[PathBuf]) -> anyhow::Result<()> {
+        for (path, text) in manifests::read(paths)? {
+            self.parse(&text).with_context(|| format!("{} cannot be parsed", path.display()))?;
+        }
+        Ok(())
     }
 
     pub(super) fn parse(&mut self, text: &str) -> anyhow::Result<()> {

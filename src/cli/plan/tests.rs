@@ -29,8 +29,9 @@ fn plan_text(text: &str, words: &[&str]) -> Vec<Report> {
 }
 
 fn example(name: &str, words: &[&str]) -> Report {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/examples").join(name);
-    plan_text(&std::fs::read_to_string(path).unwrap(), words).remove(0)
+    let mut manifests = Manifests::default();
+    manifests.read(&[Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/examples").join(name)]).unwrap();
+    args(&[&["-f", "-"], words].concat()).reports(&manifests).unwrap().remove(0)
 }
 
 fn ranks(report: &Report) -> Vec<(&str, u32, u32)> {
@@ -51,7 +52,7 @@ fn every_example_can_be_planned_in_full() {
 
 #[test]
 fn the_examples_have_the_ranks_that_they_promise() {
-    let quickstart = example("quickstart-vllm.yaml", &[]);
+    let quickstart = example("quickstart", &[]);
     assert_eq!(ranks(&quickstart), [("trainer/trainer-0", 0, 1), ("actors/actor-0", 1, 1), ("actors/actor-1", 2, 1)]);
     let groups = example("lws-group.yaml", &[]);
     assert_eq!(ranks(&groups), [("trainer/trainer", 0, 1), ("large/large-0", 1, 16), ("large/large-1", 17, 16), ("large/large-2", 33, 16)]);
@@ -64,8 +65,8 @@ fn the_examples_have_the_ranks_that_they_promise() {
 
 #[test]
 fn measured_edges_give_the_floor_of_the_slowest() {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/examples/quickstart-vllm.yaml");
-    let text = std::fs::read_to_string(path).unwrap();
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/examples/quickstart");
+    let text = ["weightsync.yaml", "pods.yaml"].map(|name| std::fs::read_to_string(folder.join(name)).unwrap()).join("\n---\n");
     let edge = |from: &str, to: &str, rate: u64| json!({"from": from, "to": to, "fromNode": "n", "toNode": "n", "verdict": "Good", "bytesPerSecond": rate});
     let preflight = |edges: Value| json!({"state": "Done", "transport": "tcp", "measured": 2, "milliseconds": 5, "edges": edges});
     let edges = json!([
@@ -96,7 +97,7 @@ fn pods_as_a_cluster_lists_them_are_planned_as_they_are() {
     let list = json!({"apiVersion": "v1", "kind": "List", "items": [
         {"apiVersion": "weightsync.dev/v1alpha1", "kind": "WeightSync", "metadata": {"name": "a", "namespace": "rl"}, "spec": {
             "trainer": {"selector": {"matchLabels": {"app": "trainer"}}},
-            "rollouts": [{"name": "p", "selector": {"matchLabels": {"app": "rollout"}}, "engine": {"vllm": {}}}]}},
+            "rollouts": [{"name": "p", "selector": {"matchLabels": {"app": "rollout"}}, "engine": {"kind": "VLLM"}}]}},
         pod("t", "trainer", ready.clone()),
         pod("a", "rollout", ready),
         pod("b", "rollout", not_ready),
@@ -120,7 +121,7 @@ kind: WeightSync
 metadata: {name: NAME}
 spec:
   trainer: {selector: {matchLabels: {app: t}}}
-  rollouts: [{name: p, selector: {matchLabels: {app: r}}, engine: {vllm: {}}}]
+  rollouts: [{name: p, selector: {matchLabels: {app: r}}, engine: {kind: VLLM}}]
 ---
 ";
 
@@ -151,13 +152,13 @@ fn later_of_two_objects_on_one_pod_is_refused_by_name() {
 
 #[test]
 fn typing_errors_and_broken_rules_are_named_first() {
-    let text = [SMALL.replace("engine: {vllm: {}}", "engine: {vllm: {prots: [1]}}, paralelism: {}"), PODS.to_owned()].concat();
+    let text = [SMALL.replace("engine: {kind: VLLM}", "engine: {kind: VLLM, prots: [1]}, rangs: 2"), PODS.to_owned()].concat();
     let report = plan_text(&text, &[]).remove(0);
-    assert_eq!(report.problems, ["spec.rollouts[0].engine.vllm.prots: no such field", "spec.rollouts[0].paralelism: no such field"]);
+    assert_eq!(report.problems, ["spec.rollouts[0].engine.prots: no such field", "spec.rollouts[0].rangs: no such field"]);
     assert!(!report.is_fine() && report.plan.candidates.is_empty());
-    let text = [SMALL.replace("vllm: {}", ""), PODS.to_owned()].concat();
+    let text = [SMALL.replace("kind: VLLM", "kind: VLLM, ports: [0]"), PODS.to_owned()].concat();
     let report = plan_text(&text, &[]).remove(0);
-    assert_eq!(report.problems, ["spec.rollouts[p].engine: exactly one engine must be given: vllm, sglang, lmdeploy or fastdeploy"]);
+    assert_eq!(report.problems, ["spec.rollouts[p].engine.ports: 0 is not from 1 to 65535"]);
 }
 
 #[test]
@@ -207,7 +208,7 @@ fn the_table_shows_what_a_person_needs() {
 
 #[test]
 fn json_is_one_object_with_the_plan_and_its_explanation() {
-    let value = serde_json::to_value(super::Reports { plans: vec![example("quickstart-vllm.yaml", &["--size", "1GiB"])] }).unwrap();
+    let value = serde_json::to_value(super::Reports { plans: vec![example("quickstart", &["--size", "1GiB"])] }).unwrap();
     let plan = &value["plans"][0];
     assert_eq!(plan["weightsync"]["name"], "grpo");
     assert_eq!(plan["explanation"]["worldSize"], 3);
@@ -263,11 +264,11 @@ fn memory_of_gpus_and_hosts_is_shown_or_refused() {
     let text = table::render(&tight);
     assert!(text.contains("invalid: the tightest GPU: 514 MiB are needed") && text.contains("88 MiB of 600 MiB are free"), "{text}");
     let text = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/examples/wrap-gpus.yaml")).unwrap();
-    let asked = text.replace("agent: {launch: Wrap}", "agent: {launch: Wrap}\n  transport: {nccl: {bucketMiB: 256, buffers: 4}}");
+    let asked = text.replace("agent: {launch: Wrap}", "agent: {launch: Wrap}\n  transport: {type: NCCL, bucketMiB: 256}");
     let shown = table::render(&plan_text(&asked, &["--size", "16GiB"])[0]);
-    assert!(shown.contains("on each GPU: 4 slots of 256 MiB") && shown.contains("as the object says"), "{shown}");
-    let refused = table::render(&plan_text(&asked, &["--size", "16GiB", "--gpu-free", "1900MiB"])[0]);
-    assert!(refused.contains("1.5 GiB are needed"), "{refused}");
+    assert!(shown.contains("on each GPU: 3 slots of 256 MiB") && shown.contains("their length as the object says"), "{shown}");
+    let refused = table::render(&plan_text(&asked, &["--size", "16GiB", "--gpu-free", "1500MiB"])[0]);
+    assert!(refused.contains("1 GiB are needed"), "{refused}");
     let plain = table::render(&example("wrap-gpus.yaml", &["--size", "16GiB"]));
     assert!(plain.contains("EXTRA MEMORY") && !plain.contains("GPU:"), "{plain}");
 }

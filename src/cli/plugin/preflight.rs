@@ -67,7 +67,7 @@ impl PreflightArgs {
 /// Objects whose edges are never measured.
 fn refuse(object: &WeightSync) -> anyhow::Result<()> {
     let name = object.name_any();
-    let asked = object.spec.transport.as_ref().and_then(|transport| transport.preflight).unwrap_or_default();
+    let asked = object.spec.transport.preflight.unwrap_or_default();
     if asked == Preflight::Off {
         bail!("spec.transport.preflight of {name} is Off: set it to Auto first");
     }
@@ -116,7 +116,7 @@ fn nothing() -> PreflightStatus {
 /// Members that are out because of an edge, with the reason and the message.
 fn left_out(object: &WeightSync) -> impl Iterator<Item = (&str, &str, &str)> {
     let members = object.status.iter().flat_map(|status| &status.members);
-    let members = members.filter(|member| matches!(member.reason.as_str(), "SlowEdge" | "BrokenEdge"));
+    let members = members.filter(|member| member.reason == "BadEdge");
     members.map(|member| (member.name.as_str(), member.reason.as_str(), member.message.as_str()))
 }
 

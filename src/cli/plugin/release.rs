@@ -67,6 +67,7 @@ async fn suspend(api: &Api<WeightSync>, name: &str) -> anyhow::Result<Option<i64
 /// Whether status reports, for this generation or a later one, that no pod is in a group.
 fn is_released(object: &WeightSync, generation: Option<i64>) -> bool {
     let Some(status) = &object.status else { return false };
-    let condition = status.conditions.iter().find(|condition| condition.type_ == "Ready");
-    status.observed_generation >= generation && condition.is_some_and(|condition| condition.reason == "Released")
+    let mut conditions = status.conditions.iter();
+    let done = conditions.any(|one| one.type_ == "Progressing" && one.status == "False" && one.reason == "Suspended");
+    status.observed_generation >= generation && done
 }

@@ -165,11 +165,11 @@ fn progress(object: &WeightSync, target: i64, generation: Option<i64>) -> Progre
     if status.observed_generation < generation {
         return moving;
     }
-    let condition = |kind: &str| status.conditions.iter().find(|condition| condition.type_ == kind && condition.status == "True");
+    let moves = status.conditions.iter().any(|condition| condition.type_ == "Progressing" && condition.status == "True");
     if let Some(missing) = missing(&status) {
         return Progress::Missing(missing);
     }
-    if status.version == Some(target) && condition("Synced").is_some() { Progress::There } else { moving }
+    if status.version == Some(target) && !moves { Progress::There } else { moving }
 }
 
 fn missing(status: &WeightSyncStatus) -> Option<String> {

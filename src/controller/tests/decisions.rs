@@ -65,7 +65,7 @@ fn younger_of_two_objects_on_one_pod_claims_nothing() {
 
 #[test]
 fn a_spec_that_makes_no_sense_is_refused_with_its_field() {
-    let wrong = changed("ws", 0, |object| object["spec"]["rollouts"][0]["engine"] = json!({}));
+    let wrong = changed("ws", 0, |object| object["spec"]["rollouts"][0]["engine"]["ports"] = json!([0]));
     let (reason, message) = decide(&wrong, &[], &[]).refused.unwrap();
     assert_eq!(reason, Reason::InvalidSpec);
     assert!(message.contains("rollouts"), "{message}");
@@ -117,7 +117,7 @@ fn member(name: &str, standing: MemberStanding, installed: Option<HeldVersion>) 
         received: None,
         fabric: None,
         retry_at: None,
-        reason: Reason::BeingFed,
+        reason: Reason::Updating,
         message: "waits".into(),
     }
 }

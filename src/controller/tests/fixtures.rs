@@ -25,7 +25,7 @@ pub(crate) fn changed(name: &str, created: u32, change: impl Fn(&mut Value)) -> 
                 "name": "actors",
                 "selector": {"matchLabels": {"app": "actor"}},
                 "container": "engine",
-                "engine": {"vllm": {}},
+                "engine": {"kind": "VLLM"},
             }],
         },
     });

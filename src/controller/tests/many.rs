@@ -79,7 +79,7 @@ fn status(change: impl Fn(&mut Value)) -> WeightSyncStatus {
     let condition = |kind: &str, status: &str| json!({"type": kind, "status": status, "reason": "AsWanted", "message": "", "lastTransitionTime": "2026-01-01T00:00:00Z"});
     let member = |name: &str| json!({"name": name, "pods": [name], "rankOffset": 1, "size": 1, "state": "Ready", "version": 1, "reason": "MemberReady", "message": ""});
     let mut value = json!({
-        "conditions": [condition("Ready", "True"), condition("Progressing", "False"), condition("Synced", "True"), condition("Degraded", "False")],
+        "conditions": [condition("Ready", "True"), condition("Progressing", "False"), condition("Degraded", "False")],
         "worldSize": 3, "version": 1, "replicas": {"total": 2, "ready": 2, "display": "2/2"},
         "members": [member("actors/actor-0"), member("actors/actor-1")],
     });

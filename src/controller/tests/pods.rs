@@ -86,7 +86,7 @@ async fn wedged_pod_is_deleted_where_the_object_asks_for_that() {
         state.reason = Some("it computes nothing".into());
     });
     server.until("deleted", |server| server.get("pods", "default", "actor-0").is_none()).await;
-    server.until("told", |server| server.all("events").iter().any(|event| event["reason"] == "PodReplaced")).await;
+    server.until("told", |server| server.all("events").iter().any(|event| event["reason"] == "EngineWedged")).await;
     controller.stop().await;
 }
 
@@ -95,7 +95,7 @@ async fn secret_that_the_pod_does_not_name_is_given_to_no_agent() {
     let server = cluster();
     let keyed = fixtures::changed("ws", 1, |object| {
         object["spec"]["agent"] = json!({"launch": "Ephemeral"});
-        object["spec"]["rollouts"][0]["engine"] = json!({"vllm": {"apiKeySecretRef": {"name": "prod-database", "key": "password"}}});
+        object["spec"]["rollouts"][0]["engine"] = json!({"kind": "VLLM", "apiKeySecretRef": {"name": "prod-database", "key": "password"}});
     });
     server.put("weightsyncs", serde_json::to_value(keyed).unwrap());
     let allow =
@@ -105,8 +105,8 @@ async fn secret_that_the_pod_does_not_name_is_given_to_no_agent() {
     let controller = Controller::start(&server).await;
     let agents = |server: &ApiServer, pod: &str| server.get("pods", "default", pod).unwrap()["spec"]["ephemeralContainers"].clone();
     server.until("the pod that allows it has an agent", |server| agents(server, "actor-0").is_array()).await;
-    server.until("the other one is named", |server| condition_of(server, "ws", "Degraded").1 == "ApiKeyNotAllowed").await;
-    server.until("an Event tells", |server| server.all("events").iter().any(|event| event["reason"] == "ApiKeyNotAllowed")).await;
+    server.until("the other one is named", |server| condition_of(server, "ws", "Degraded").1 == "AgentLaunchFailed").await;
+    server.until("an Event tells", |server| server.all("events").iter().any(|event| event["reason"] == "AgentLaunchFailed")).await;
     assert!(agents(&server, "actor-1").is_null());
     let key =
         agents(&server, "actor-0")[0]["env"].as_array().unwrap().iter().find(|entry| entry["name"] == "WEIGHTSYNC_ENGINE_API_KEY").cloned();

@@ -251,7 +251,7 @@ async fn a_suspended_object_releases_its_pods_and_takes_them_up_again() {
         server.put("weightsyncs", object);
     };
     suspend(true);
-    server.until("released", |server| condition(server, "Ready") == ("False".into(), "Released".into())).await;
+    server.until("released", |server| condition(server, "Progressing") == ("False".into(), "Suspended".into())).await;
     agents[1].until("released", |state| state.epoch.is_none()).await;
     assert!(agents[1].try_announce(false).await.unwrap().assignment.suspended, "a pod that starts now hears of it");
     suspend(false);
@@ -317,7 +317,7 @@ async fn a_running_pod_gets_an_ephemeral_agent_whose_token_works_once() {
     let thief = Identity::new(&authority).unwrap();
     let pod = Pod { namespace: "default".into(), name: "actor-0".into(), uid: "uid-actor-0".into(), role: Role::Rollout, token: seen };
     assert!(enroll(&thief, &controller.enroll, &pod, "b").await.is_err());
-    server.until("an Event tells", |server| server.all("events").iter().any(|event| event["reason"] == "TokenStolen")).await;
+    server.until("an Event tells", |server| server.all("events").iter().any(|event| event["reason"] == "ClaimRefused")).await;
     controller.stop().await;
 }
 
@@ -335,7 +335,7 @@ async fn agent_at_a_foreign_address_is_named_in_status() {
         let members = status["members"].as_array().cloned().unwrap_or_default();
         members.iter().any(|member| {
             let message = member["message"].as_str().unwrap_or_default();
-            member["reason"] == "AddressRefused" && message.contains("10.9.9.9") && message.contains("127.0.0.1")
+            member["reason"] == "PodMismatch" && message.contains("10.9.9.9") && message.contains("127.0.0.1")
         })
     };
     server.until("the member is named with the cause", named).await;

@@ -94,29 +94,34 @@ class Group:
         retain_mib: int = 0,
         trainer_gpu: int = 1,
         bucket_mib: int | None = None,
-        buffers: int | None = None,
         transport: str = "nccl",
     ) -> None:
         gpus = uuids()
         self.trainer, self.events = trainer, list[tuple[float, dict[str, Any]]]()
-        file = args.work / f"{name}.json"
+        file = args.work / f"{name}.yaml"
         self.state = args.work / f"{name}-state"
-        about: dict[str, Any] = {
-            "name": name,
-            "directory": str(self.state),
-            "trainer": {"name": "trainer", "gpu": gpus[trainer_gpu]},
-            # An engine that joins by itself has an agent without a GPU.
-            "rollouts": [
-                {"name": "actor", "engine": {"kind": server.kind, "port": server.port}, "gpus": [gpus[0]] if delivery == "Agent" else []}
-            ],
+        kind = {"vllm": "VLLM", "sglang": "SGLang", "lmdeploy": "LMDeploy"}[server.kind]
+        spec = {
+            "trainer": {"selector": {"matchLabels": {"part": "trainer"}}},
+            "rollouts": [{"name": "actors", "selector": {"matchLabels": {"part": "rollout"}}, "engine": {"kind": kind}}],
             "delivery": delivery,
             "update": {"pause": "AbortAwake", "kvCache": "Reset", "retainMiB": retain_mib},
-            "transport": {transport: {name: said for name, said in (("bucketMiB", bucket_mib), ("buffers", buffers)) if said}},
+            "transport": {"type": transport.upper()} | ({"bucketMiB": bucket_mib} if bucket_mib else {}),
         }
         if transport == "gdr":
             # These machines have no RDMA device. UCX connects over TCP and reads by CUDA IPC.
-            about["transport"]["gdr"]["allowTcp"] = True
-        file.write_text(json.dumps(about))
+            spec["transport"]["allowTcp"] = True
+        version = "weightsync.dev/v1alpha1"
+        weightsync = {"apiVersion": version, "kind": "WeightSync", "metadata": {"name": name}, "spec": spec}
+        processes = {
+            "apiVersion": version,
+            "kind": "LocalProcesses",
+            "directory": str(self.state),
+            "trainer": {"gpu": gpus[trainer_gpu]},
+            # An engine that joins by itself has an agent without a GPU.
+            "rollouts": [{"name": "actor", "port": server.port, "gpus": [gpus[0]] if delivery == "Agent" else []}],
+        }
+        file.write_text(f"{json.dumps(weightsync)}\n---\n{json.dumps(processes)}\n")
         environment = os.environ | {"WEIGHTSYNC_MODEL_DIR": str(server.model), "WEIGHTSYNC_LOG": args.log}
         self.log = args.out / f"{name}-local.log"
         with self.log.open("w") as errors:

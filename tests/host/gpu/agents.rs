@@ -8,7 +8,7 @@ use crate::world::{Actor, World, installed, until};
 
 /// Eight buckets a version: the first broadcast of a worker proves its group, the second to the ninth carry the first version.
 fn nccl() -> Value {
-    json!({"nccl": {"bucketMiB": 1, "buffers": 4}})
+    json!({"type": "NCCL", "bucketMiB": 1})
 }
 
 /// Two rollouts over NCCL that are ready, on a machine of their own.
@@ -130,12 +130,12 @@ async fn a_worker_that_dies_or_hangs_in_an_update_costs_one_attempt() {
 async fn a_member_without_a_gpu_is_left_out_where_nccl_is_demanded() {
     let machine = Machine::new().with("FAKEGPU_COUNT", 2);
     let mut world = World::start_on(&machine, nccl(), json!({}), [Actor::new(), Actor::new()]).await;
-    let why = world.reported("TransportUnavailable", "rollouts/actor-1").await;
+    let why = world.reported("TransportUnavailable", "actor-1").await;
     assert!(why.contains("is not visible"), "{why}");
-    until("one replica to be ready", || async { world.replicas("ready").await == ["rollouts/actor-0"] }).await;
+    until("one replica to be ready", || async { world.replicas("ready").await == ["actor-0"] }).await;
     let one = Model::large(1);
     let checkpoint = one.save(&world.folder().join("v1"));
-    assert_eq!(installed(&world.publish(&checkpoint, 1, &[]).await.done()), ["rollouts/actor-0"]);
+    assert_eq!(installed(&world.publish(&checkpoint, 1, &[]).await.done()), ["actor-0"]);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -143,7 +143,7 @@ async fn auto_goes_over_tcp_where_a_member_has_no_gpu() {
     let machine = Machine::new().with("FAKEGPU_COUNT", 2);
     // Whatever would travel between the GPUs would be lost.
     machine.order("ncclBroadcast * drop");
-    let world = World::start_on(&machine, json!({"auto": {}}), json!({}), [Actor::new(), Actor::new()]).await;
+    let world = World::start_on(&machine, json!({}), json!({}), [Actor::new(), Actor::new()]).await;
     world.until_ready(2).await;
     let one = Model::large(1);
     let checkpoint = one.save(&world.folder().join("v1"));
@@ -157,12 +157,12 @@ async fn member_whose_driver_refuses_nccl_is_left_out() {
     // As NCCL for a newer CUDA than the driver's: it fails before any other rank is asked.
     machine.order("ncclCommInitRankConfig@2 * error 1");
     let mut world = World::start_on(&machine, nccl(), json!({}), [Actor::new(), Actor::new()]).await;
-    let why = world.reported("PeerUnreachable", "rollouts/actor-1").await;
+    let why = world.reported("PeerUnreachable", "actor-1").await;
     for word in ["libnccl.so.2 begins no communicator", "unhandled cuda error", "nvidia-nccl-cu12"] {
         assert!(why.contains(word), "{word}: {why}");
     }
-    until("one replica to be ready", || async { world.replicas("ready").await == ["rollouts/actor-0"] }).await;
+    until("one replica to be ready", || async { world.replicas("ready").await == ["actor-0"] }).await;
     let checkpoint = Model::large(1).save(&world.folder().join("v1"));
     let result = world.publish(&checkpoint, 1, &[]).await.done();
-    assert_eq!(installed(&result), ["rollouts/actor-0"], "{result}");
+    assert_eq!(installed(&result), ["actor-0"], "{result}");
 }

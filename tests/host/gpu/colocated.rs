@@ -25,7 +25,7 @@ async fn group(machine: &Machine, silence: u32, actors: impl IntoIterator<Item =
     let actors: Vec<Actor> = actors.into_iter().collect();
     let count = actors.len();
     let update = json!({"pause": "AbortAwake", "minReady": 1, "silenceSeconds": silence});
-    let world = World::start_on(machine, json!({"nccl": {"bucketMiB": 1, "buffers": 2}}), update, actors).await;
+    let world = World::start_on(machine, json!({"type": "NCCL", "bucketMiB": 1}), update, actors).await;
     let config = json!({"architectures": ["Qwen3ForCausalLM"], "dtype": "bfloat16"});
     std::fs::write(world.folder().join("start/config.json"), config.to_string()).unwrap();
     world.until_ready(count).await;
@@ -57,7 +57,7 @@ async fn engine_alone_on_trainers_gpu_takes_versions_from_memory() {
         assert_eq!((installed(&result).len(), &result["attempts"]), (1, &json!(1)), "{result}");
         assert!(world.serves(0, &Model::large(version)).await, "version {version}");
     }
-    assert!(way(&world, "rollouts/actor-0").contains("by CUDA IPC"));
+    assert!(way(&world, "actor-0").contains("by CUDA IPC"));
     assert_eq!(version_directories(world.folder()), Vec::<PathBuf>::new(), "no byte lay on the host next to the engine");
 }
 
@@ -74,7 +74,7 @@ async fn engines_on_all_gpus_get_one_stream_in_one_attempt() {
             assert!(world.serves(number, &Model::large(version)).await, "version {version}, actor-{number}");
         }
     }
-    for member in ["rollouts/actor-0", "rollouts/actor-2"] {
+    for member in ["actor-0", "actor-2"] {
         assert!(way(&world, member).contains("by CUDA IPC"), "{member}");
     }
 }
@@ -98,7 +98,7 @@ async fn a_worker_that_dies_or_hangs_in_a_copy_costs_one_attempt() {
         for number in 0..2 {
             assert!(world.serves(number, &Model::large(2)).await, "{fault}, actor-{number}");
         }
-        assert!(way(&world, "rollouts/actor-0").contains("by CUDA IPC"), "{fault}");
+        assert!(way(&world, "actor-0").contains("by CUDA IPC"), "{fault}");
     }
 }
 
@@ -137,7 +137,7 @@ async fn memory_that_cannot_be_opened_goes_through_the_host() {
         assert_eq!(installed(&result).len(), 1, "{result}");
         assert!(world.serves(0, &Model::large(version)).await, "version {version}");
     }
-    let way = way(&world, "rollouts/actor-0");
+    let way = way(&world, "actor-0");
     assert!(way.contains("through the host") && way.contains("cannot be opened") && way.contains("cuIpcOpenMemHandle"), "{way}");
 }
 

@@ -15,12 +15,12 @@ async fn joining_engines_take_the_draft_or_are_left_out_by_name() {
     world.until_ready(3).await;
     for version in 1..=2 {
         let result = publish(&world, Model::large, version).await.done();
-        assert_eq!(installed(&result), ["rollouts/actor-0", "rollouts/actor-1"], "{result}");
+        assert_eq!(installed(&result), ["actor-0", "actor-1"], "{result}");
         for number in 0..2 {
             assert!(serves(&world, number, Model::large, version).await, "version {version}, actor-{number}");
         }
     }
     // A group has one world: who cannot take what it brings is left out of the next one.
-    let reported = world.reported("PeerUnreachable", "rollouts/actor-2").await;
+    let reported = world.reported("PeerUnreachable", "actor-2").await;
     assert!(reported.contains("which lmdeploy does not take from a group"), "{reported}");
 }

@@ -90,9 +90,9 @@ async fn engine_in_a_dead_group_is_named_by_the_first_bucket() {
     let (mut world, engines) = joined(&machine, json!({"silenceSeconds": 10}), &[Kind::Vllm, Kind::Sglang]).await;
     engines[1].idle(true);
     let (model, result) = publish(&world, 1).await;
-    assert_eq!(installed(&result), ["rollouts/actor-0"], "{result}");
+    assert_eq!(installed(&result), ["actor-0"], "{result}");
     assert!(engines[0].serves(&model));
-    let why = world.reported("PeerUnreachable", "rollouts/actor-1").await;
+    let why = world.reported("PeerUnreachable", "actor-1").await;
     assert!(why.contains("its group does nothing"), "{why}");
 }
 
@@ -102,11 +102,11 @@ async fn engine_that_cannot_join_is_left_out_with_the_option() {
     let machine = Machine::new();
     let (mut world, engines) = started(&machine, json!({}), &[Kind::Vllm, Kind::Sglang]).await;
     engines[1].instead("/begin_weight_update", (0, u32::MAX), 404, json!({"detail": "Not Found"}));
-    let why = world.reported("TransportUnavailable", "rollouts/actor-1").await;
+    let why = world.reported("TransportUnavailable", "actor-1").await;
     assert!(why.contains("SGLang 0.5.23 or newer"), "{why}");
-    until("one replica to be ready", || async { world.replicas("ready").await == ["rollouts/actor-0"] }).await;
+    until("one replica to be ready", || async { world.replicas("ready").await == ["actor-0"] }).await;
     let (model, result) = publish(&world, 1).await;
-    assert_eq!(installed(&result), ["rollouts/actor-0"]);
+    assert_eq!(installed(&result), ["actor-0"]);
     assert!(engines[0].serves(&model));
 }
 
@@ -120,7 +120,7 @@ async fn engine_wedged_by_a_killed_source_is_named() {
     let checkpoint = model.save(&world.folder().join("v1"));
     let error = world.publish(&checkpoint, 1, &["--timeout", "5"]).await.failed();
     assert_eq!(error["retryable"], json!(true), "{error}");
-    let why = world.reported("EngineWedged", "rollouts/actor-0").await;
+    let why = world.reported("EngineWedged", "actor-0").await;
     assert!(why.contains("computed nothing"), "{why}");
     assert!(!engines[0].serves(&model));
 }
@@ -131,7 +131,7 @@ async fn engine_rank_that_dies_is_left_out_and_others_get_version() {
     let (world, engines) = joined(&machine, json!({"silenceSeconds": 3}), &[Kind::Vllm, Kind::Lmdeploy]).await;
     machine.order("ncclBroadcast@2 3 vanish");
     let (model, result) = publish(&world, 1).await;
-    assert_eq!(installed(&result), ["rollouts/actor-0"], "{result}");
+    assert_eq!(installed(&result), ["actor-0"], "{result}");
     assert!(engines[0].serves(&model) && !engines[1].serves(&model));
 }
 

@@ -11,7 +11,7 @@ use crate::world::{Actor, World, installed, until};
 async fn agent_killed_in_a_broadcast_costs_one_attempt() {
     // Slow enough to be met in the middle.
     let machine = Machine::new().with("FAKEGPU_NCCL_MBPS", 6);
-    let transport = json!({"nccl": {"bucketMiB": 1, "buffers": 3}});
+    let transport = json!({"type": "NCCL", "bucketMiB": 1});
     let world = World::start_on(&machine, transport, json!({"silenceSeconds": 3}), [Actor::new(), Actor::new()]).await;
     world.until_ready(2).await;
     let one = Model::large(1);

@@ -41,7 +41,7 @@ async fn group(machine: &Machine, names: &Names) -> World {
 /// A group that may not stand yet.
 async fn forming(machine: &Machine, silence: u32, actors: impl IntoIterator<Item = Actor>) -> World {
     let update = json!({"pause": "AbortAwake", "minReady": 1, "silenceSeconds": silence});
-    let world = World::start_on(machine, json!({"nccl": {"bucketMiB": 1, "buffers": 3}}), update, actors).await;
+    let world = World::start_on(machine, json!({"type": "NCCL", "bucketMiB": 1}), update, actors).await;
     let config = json!({"architectures": ["Qwen3ForCausalLM"], "dtype": "bfloat16"});
     std::fs::write(world.folder().join("start/config.json"), config.to_string()).unwrap();
     world
@@ -100,7 +100,7 @@ async fn engine_that_fails_midway_is_held_until_next_version() {
         let number = usize::try_from(failing).unwrap();
         world.spoil(number, &json!({"load": "failHalfwayOnce"})).await;
         let result = world.publish(&checkpoint(&world, 2), first + 2, &[]).await.done();
-        let other = format!("rollouts/actor-{}", 1 - failing);
+        let other = format!("actor-{}", 1 - failing);
         assert!(installed(&result).contains(&other.as_str()), "the other engine's update goes on: {result}");
         world.until_serves(1 - number, &Model::large(2)).await;
         // Fed what the group holds, or the next version: whole in both cases.

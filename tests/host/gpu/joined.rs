@@ -104,7 +104,7 @@ async fn endless_pause_leaves_engine_out_before_a_broadcast() {
     let (first, _) = publish(&world, 1).await;
     world.spoil(0, &json!({"rules": [{"path": "/pause", "fault": {"kind": "hang"}}]})).await;
     let (second, result) = publish(&world, 2).await;
-    assert_eq!(installed(&result), ["rollouts/actor-1"], "{result}");
+    assert_eq!(installed(&result), ["actor-1"], "{result}");
     assert!(world.serves(1, &second).await && world.serves(0, &first).await);
     // It is well again, and gets what it missed.
     world.spoil(0, &json!({})).await;
@@ -124,7 +124,7 @@ async fn endless_request_ends_a_drain_at_its_deadline() {
     let running = tokio::spawn(asked);
     until("the request to be there", || async { called(&world, 0, "POST /v1/completions").await > 0 }).await;
     let (model, result) = publish(&world, 1).await;
-    assert_eq!(installed(&result), ["rollouts/actor-1"], "{result}");
+    assert_eq!(installed(&result), ["actor-1"], "{result}");
     assert!(world.serves(1, &model).await && !world.serves(0, &model).await);
     assert!(!running.is_finished(), "a drain ends no request");
     running.abort();
@@ -175,7 +175,7 @@ async fn simulated_engine_killed_in_a_group_joins_the_next() {
     // It dies when the third bucket is asked for: rank 0 and the other engine are in the broadcast by then.
     world.spoil(1, &json!({"rules": [{"path": "/update_weights_from_distributed", "after": 2, "fault": {"kind": "crash"}}]})).await;
     let (second, result) = publish(&world, 2).await;
-    assert!(installed(&result).contains(&"rollouts/actor-0"), "{result}");
+    assert!(installed(&result).contains(&"actor-0"), "{result}");
     assert!(world.serves(0, &second).await);
     world.until_serves(1, &second).await;
 }

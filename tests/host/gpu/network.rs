@@ -48,7 +48,7 @@ async fn over_sockets(folder: &Path, machine: &Machine, transport: Value) -> Wor
 #[tokio::test(flavor = "multi_thread")]
 async fn member_whose_nccl_passes_sockets_is_refused_with_cause() {
     let (folder, machine) = (tempfile::tempdir().unwrap(), Machine::new().with("FAKEGPU_NCCL_NET", "Socket"));
-    let mut world = over_sockets(folder.path(), &machine, json!({"nccl": {"bucketMiB": 1, "buffers": 4}})).await;
+    let mut world = over_sockets(folder.path(), &machine, json!({"type": "NCCL", "bucketMiB": 1})).await;
     let why = world.reported("TransportUnavailable", "trainer/trainer").await;
     for part in ["mlx5_9", "NET/IB : No device found", "set transport.nccl.allowTcp"] {
         assert!(why.contains(part), "{why}");
@@ -58,7 +58,7 @@ async fn member_whose_nccl_passes_sockets_is_refused_with_cause() {
 #[tokio::test(flavor = "multi_thread")]
 async fn auto_avoids_an_nccl_that_passes_sockets() {
     let (folder, machine) = (tempfile::tempdir().unwrap(), Machine::new().with("FAKEGPU_NCCL_NET", "Socket"));
-    let world = over_sockets(folder.path(), &machine, json!({"auto": {}})).await;
+    let world = over_sockets(folder.path(), &machine, json!({})).await;
     world.until_ready(2).await;
     let model = Model::large(1);
     let result = world.publish(&model.save(&world.folder().join("v1")), 1, &[]).await.done();
@@ -71,7 +71,7 @@ async fn auto_avoids_an_nccl_that_passes_sockets() {
 async fn sockets_that_are_allowed_carry_versions() {
     for (network, allow) in [("Socket", true), ("IB", false)] {
         let (folder, machine) = (tempfile::tempdir().unwrap(), Machine::new().with("FAKEGPU_NCCL_NET", network));
-        let transport = json!({"nccl": {"bucketMiB": 1, "buffers": 4, "allowTcp": allow}});
+        let transport = json!({"type": "NCCL", "bucketMiB": 1, "allowTcp": allow});
         let world = over_sockets(folder.path(), &machine, transport).await;
         world.until_ready(2).await;
         let model = Model::large(1);

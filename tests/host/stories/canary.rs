@@ -97,12 +97,12 @@ async fn version_with_nan_is_rolled_back_under_load() {
     assert_eq!((&error["code"], &error["retryable"]), (&json!("VersionRefused"), &json!(false)), "{error}");
     let message = error["message"].as_str().unwrap();
     // "refuses" by the members' own word, "refused" when the next epoch tells it first.
-    assert!(message.contains("rollouts/actor-") && message.contains("the canary refuse"), "{message}");
+    assert!(message.contains("actor-") && message.contains("the canary refuse"), "{message}");
     let refused = world.event("the group to refuse it", |event| event["reason"] == "VersionRefused" && event["member"].is_null()).await;
     let said = refused["message"].as_str().unwrap();
     assert!(said.contains("version 2") && said.contains("version 1 stays"), "{said}");
     // Two of three are enough; the third may still have been at it.
-    assert!(said.matches("rollouts/actor-").count() >= 2, "{said}");
+    assert!(said.matches("actor-").count() >= 2, "{said}");
     all_serve(&world, 1).await;
     for user in &users {
         user.until_answered(5).await;
@@ -137,9 +137,9 @@ async fn replica_that_refuses_alone_stops_and_others_go_on() {
     world.spoil(2, &spoiled("/v1/completions", &answer(&json!({"token_logprobs": [null]})))).await;
     let checkpoint = Model::small(2).save(&world.folder().join("v2"));
     let result = world.publish(&checkpoint, 2, &[]).await.done();
-    assert_eq!(installed(&result), ["rollouts/actor-0", "rollouts/actor-1"]);
-    assert!(behind(&result, "rollouts/actor-2").contains("token 1 of 1 is no number"), "{result}");
-    world.reported("VersionRefused", "rollouts/actor-2").await;
+    assert_eq!(installed(&result), ["actor-0", "actor-1"]);
+    assert!(behind(&result, "actor-2").contains("token 1 of 1 is no number"), "{result}");
+    world.reported("VersionRefused", "actor-2").await;
     world.until_ready(2).await;
     world.spoil(2, &json!({})).await;
     all_serve(&world, 2).await;
@@ -149,7 +149,7 @@ async fn replica_that_refuses_alone_stops_and_others_go_on() {
 async fn engine_without_log_probs_takes_no_part_by_name() {
     let mute = spoiled("/v1/completions", &answer(&Value::Null));
     let mut world = World::start(rules(), [Actor::new(), Actor::sglang(), Actor::new().faults(mute)]).await;
-    let message = world.reported("CanaryUnavailable", "rollouts/actor-2").await;
+    let message = world.reported("Unsupported", "actor-2").await;
     assert!(message.contains("gives no log-probs"), "{message}");
     world.until_ready(2).await;
     let checkpoint = Model::small(1).save(&world.folder().join("v1"));

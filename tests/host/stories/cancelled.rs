@@ -11,7 +11,7 @@ async fn a_killed_trainer_costs_no_replica_its_place() {
     let world = World::start_with(&model(0), json!({}), [Actor::new(), Actor::new()]).await;
     world.until_ready(2).await;
     let one = model(1).save(&world.folder().join("one"));
-    let both = ["rollouts/actor-0", "rollouts/actor-1"];
+    let both = ["actor-0", "actor-1"];
     for round in 0..12 {
         // While bytes are on their way between the two.
         world.publish_and_kill(&one, 2 * round + 1, "sending").await;

@@ -12,18 +12,18 @@ async fn a_publish_names_what_its_engine_lacks_and_is_final() {
     let checkpoint = Model::small(1).save(&world.folder().join("v1"));
     let error = world.publish(&checkpoint, 1, &["--timeout", "3"]).await.failed();
     let message = error["message"].as_str().unwrap();
-    assert!(message.contains("rollouts/actor-0: Unsupported: SGLang 0.5.23 has no pause"), "{message}");
+    assert!(message.contains("actor-0: Unsupported: SGLang 0.5.23 has no pause"), "{message}");
     assert_eq!((&error["code"], &error["retryable"]), (&json!("NotEnoughReplicas"), &json!(false)), "{message}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_publish_names_an_engine_that_is_down_and_is_retryable() {
     let mut world = World::start(json!({}), [Actor::new().absent()]).await;
-    world.reported("EngineUnhealthy", "rollouts/actor-0").await;
+    world.reported("EngineUnhealthy", "actor-0").await;
     let checkpoint = Model::small(1).save(&world.folder().join("v1"));
     let error = world.publish(&checkpoint, 1, &["--timeout", "3"]).await.failed();
     let message = error["message"].as_str().unwrap();
-    assert!(message.contains("rollouts/actor-0: EngineUnhealthy: ") && message.contains("cannot be reached"), "{message}");
+    assert!(message.contains("actor-0: EngineUnhealthy: ") && message.contains("cannot be reached"), "{message}");
     assert!(!message.contains("WeightSync"), "there is no such object here: {message}");
     assert_eq!(error["retryable"], json!(true), "{message}");
 }

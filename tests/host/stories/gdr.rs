@@ -13,7 +13,7 @@ async fn gdr_without_an_rdma_device_is_refused_with_what_to_change() {
         println!("not run: this host has an RDMA device");
         return;
     }
-    let mut world = World::start_over(json!({"gdr": {}}), [Actor::new()]).await;
-    let message = world.reported("TransportUnavailable", "rollouts/actor-0").await;
+    let mut world = World::start_over(json!({"type": "GDR"}), [Actor::new()]).await;
+    let message = world.reported("TransportUnavailable", "actor-0").await;
     assert!(message.contains("no RDMA device") && message.contains("transport.gdr.allowTcp"), "{message}");
 }

@@ -66,7 +66,7 @@ async fn local_group_rolls_back_by_its_file_then_takes_higher_one() {
 async fn rollouts_go_back_by_themselves_when_the_trainer_is_gone() {
     let mut world = at_two().await;
     world.signal("trainer", Signal::STOP).await;
-    world.reported("AgentSilent", "trainer/trainer").await;
+    world.reported("AgentLost", "trainer/trainer").await;
     world.target(Some(1)).await;
     world.event("the group to go back", |event| event["reason"] == "RolledBack").await;
     for number in 0..2 {
@@ -87,7 +87,7 @@ async fn rollouts_serve_and_feed_while_the_trainer_is_gone() {
     world.until_ready(2).await;
     publish(&world, 5).await;
     world.signal("trainer", Signal::STOP).await;
-    world.reported("AgentSilent", "trainer/trainer").await;
+    world.reported("AgentLost", "trainer/trainer").await;
     world.start_engine(2);
     for number in 0..3 {
         world.until_serves(number, &Model::small(5)).await;

@@ -4,7 +4,7 @@ use rustix::process::Signal;
 use serde_json::{Value, json};
 
 use crate::model::Model;
-use crate::world::{Actor, World, installed, spoiled, unavailable};
+use crate::world::{Actor, World, installed, is_member, spoiled, unavailable};
 
 /// InternLM/xtuner#1828: an unhealthy address, or a missing one, is put into the new group and hangs it.
 /// Story F04.
@@ -14,13 +14,13 @@ async fn engines_with_503_or_no_listener_are_left_out() {
     let mut world = World::start(json!({}), actors).await;
     let one = Model::small(1);
     let checkpoint = one.save(&world.folder().join("v1"));
-    let ill = world.reported("EngineUnhealthy", "rollouts/actor-1").await;
+    let ill = world.reported("EngineUnhealthy", "actor-1").await;
     // Asked before it listens at all it is as absent as the other one.
     assert!(ill.contains("503") || ill.contains("cannot be reached"), "{ill}");
-    let gone = world.reported("EngineUnhealthy", "rollouts/actor-2").await;
+    let gone = world.reported("EngineUnhealthy", "actor-2").await;
     assert!(gone.contains("cannot be reached"), "{gone}");
     let result = world.publish(&checkpoint, 1, &[]).await.done();
-    assert_eq!(installed(&result), ["rollouts/actor-0"]);
+    assert_eq!(installed(&result), ["actor-0"]);
     assert!(world.serves(0, &one).await);
     world.spoil(1, &json!({})).await;
     world.start_engine(2);
@@ -39,7 +39,7 @@ async fn late_agent_reads_what_it_missed_and_gets_the_version() {
     let one = Model::small(1);
     let checkpoint = one.save(&world.folder().join("v1"));
     let result = world.publish(&checkpoint, 1, &[]).await.done();
-    assert_eq!(installed(&result), ["rollouts/actor-0"]);
+    assert_eq!(installed(&result), ["actor-0"]);
     // No one says the version again: the trainer's process has ended.
     world.signal("actor-1", Signal::CONT).await;
     world.until_serves(1, &one).await;
@@ -51,14 +51,15 @@ async fn late_agent_reads_what_it_missed_and_gets_the_version() {
 #[tokio::test(flavor = "multi_thread")]
 async fn engine_of_another_size_is_refused_and_takes_no_ranks() {
     let mut world = World::start(json!({}), [Actor::new().ranks(4, 8), Actor::new().ranks(2, 2)]).await;
-    let refused = world.reported("SizeMismatch", "rollouts/actor-0").await;
+    let refused = world.reported("SizeMismatch", "actor-0").await;
     assert!(refused.contains("has 4 worker ranks") && refused.contains("the spec has 8"), "{refused}");
     world.until_ready(1).await;
     let roster = world.roster("trainer").await;
     let replica = &roster["replicas"][0];
-    assert_eq!((&replica["name"], &replica["rankOffset"], &replica["size"]), (&json!("rollouts/actor-1"), &json!(1), &json!(2)));
+    assert_eq!((&replica["rankOffset"], &replica["size"]), (&json!(1), &json!(2)));
+    assert!(is_member(&replica["name"], "actor-1"), "{roster}");
     let checkpoint = Model::small(1).save(&world.folder().join("v1"));
-    assert_eq!(installed(&world.publish(&checkpoint, 1, &[]).await.done()), ["rollouts/actor-1"]);
+    assert_eq!(installed(&world.publish(&checkpoint, 1, &[]).await.done()), ["actor-1"]);
     assert_eq!(world.loads(0).await, 0);
 }
 
@@ -68,20 +69,20 @@ async fn engine_of_another_size_is_refused_and_takes_no_ranks() {
 async fn engine_that_accepts_but_never_answers_is_named() {
     let hangs = json!({"kind": "hang"});
     let mut world = World::start(json!({}), [Actor::new(), Actor::new().faults(spoiled("*", &hangs)), Actor::sglang()]).await;
-    world.reported("EngineUnhealthy", "rollouts/actor-1").await;
+    world.reported("EngineUnhealthy", "actor-1").await;
     let one = Model::small(1);
     let checkpoint = one.save(&world.folder().join("v1"));
-    assert_eq!(installed(&world.publish(&checkpoint, 1, &[]).await.done()), ["rollouts/actor-0", "rollouts/actor-2"]);
+    assert_eq!(installed(&world.publish(&checkpoint, 1, &[]).await.done()), ["actor-0", "actor-2"]);
     // One that begins to hang in the group leaves it, and comes back when it answers.
     world.spoil(2, &spoiled("*", &hangs)).await;
     // Informed of before as well, where it had not started yet when it was asked first.
     let silent = |event: &Value| {
-        event["member"] == "rollouts/actor-2" && event["message"].as_str().is_some_and(|text| text.contains("did not respond"))
+        is_member(&event["member"], "actor-2") && event["message"].as_str().is_some_and(|text| text.contains("did not respond"))
     };
     world.event("that the third engine gives no answer", |event| event["reason"] == "EngineUnhealthy" && silent(event)).await;
     let two = Model::small(2);
     let checkpoint = two.save(&world.folder().join("v2"));
-    assert_eq!(installed(&world.publish(&checkpoint, 2, &[]).await.done()), ["rollouts/actor-0"]);
+    assert_eq!(installed(&world.publish(&checkpoint, 2, &[]).await.done()), ["actor-0"]);
     for healed in [1, 2] {
         world.spoil(healed, &json!({})).await;
     }

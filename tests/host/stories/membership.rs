@@ -10,7 +10,7 @@ use weightsync_agent::client::trainer::TrainerClient;
 use weightsync_core::protocol::{Activation, ClientRequest, PublishResult, QueuePolicy};
 
 use crate::model::Model;
-use crate::world::{Actor, SOON, World, installed, spoiled, unavailable, until};
+use crate::world::{Actor, SOON, World, installed, short, spoiled, unavailable, until};
 
 /// A trainer that stops in the middle of its stream until it is asked to go on.
 struct Halfway {
@@ -59,7 +59,7 @@ impl Halfway {
 }
 
 fn names(result: &PublishResult) -> Vec<&str> {
-    result.installed.iter().map(|name| name.0.as_str()).collect()
+    result.installed.iter().map(|name| short(&name.0)).collect()
 }
 
 /// llm-d-rl: requests to engines go out one after the other, and each waits for all ranks.
@@ -123,9 +123,9 @@ async fn engine_that_comes_in_an_update_joins_after_it() {
     let is_healthy = |text: &str| text.lines().any(|line| line.starts_with(healthy) && line.ends_with(" 1"));
     until("the new engine to be seen", || async { is_healthy(&world.page("actor-2", "/metrics").await.1) }).await;
     let result = halfway.go_on().await;
-    assert_eq!((names(&result), result.attempts), (vec!["rollouts/actor-0", "rollouts/actor-1"], 1));
+    assert_eq!((names(&result), result.attempts), (vec!["actor-0", "actor-1"], 1));
     assert_eq!(json!(result.epoch), epoch, "the running update was not disturbed");
-    let joined = world.reported("MemberJoined", "rollouts/actor-2").await;
+    let joined = world.reported("MemberJoined", "actor-2").await;
     assert!(!joined.contains(&format!("epoch {}", result.epoch)), "{joined}");
     world.until_serves(2, &Model::large(1)).await;
     assert_eq!(world.loads(2).await, 1);
@@ -138,7 +138,7 @@ async fn engine_unhealthy_only_while_switching_stays_in_group() {
     let world = World::start(json!({"healthPeriodMilliseconds": 100}), [Actor::new(), Actor::new()]).await;
     world.until_ready(2).await;
     // An engine may start slowly.
-    let unhealthy = world.events_of("EngineUnhealthy", "rollouts/actor-1");
+    let unhealthy = world.events_of("EngineUnhealthy", "actor-1");
     // Six failed probes long, were it probed as usual; three are enough to leave.
     world.spoil(0, &json!({"loadMs": 600})).await;
     world.spoil(1, &json!({"loadMs": 3000})).await;
@@ -164,7 +164,7 @@ async fn engine_unhealthy_only_while_switching_stays_in_group() {
     let (published, ()) = tokio::join!(publishing, meanwhile);
     let result = published.done();
     assert_eq!((installed(&result).len(), &result["attempts"], &result["epoch"]), (2, &json!(1), &epoch), "{result}");
-    assert_eq!(world.events_of("EngineUnhealthy", "rollouts/actor-1"), unhealthy);
+    assert_eq!(world.events_of("EngineUnhealthy", "actor-1"), unhealthy);
     assert!(world.serves(1, &one).await);
 }
 
@@ -182,7 +182,7 @@ async fn rollout_killed_midway_costs_others_an_epoch_only() {
     // The trainer's bytes can be read once only: what it wrote before is not asked for again.
     let result = tokio::time::timeout(Duration::from_secs(20), halfway.go_on()).await.unwrap();
     assert_eq!(result.attempts, 2);
-    assert!(names(&result).contains(&"rollouts/actor-0") && names(&result).contains(&"rollouts/actor-2"), "{result:?}");
+    assert!(names(&result).contains(&"actor-0") && names(&result).contains(&"actor-2"), "{result:?}");
     for number in [0, 1, 2] {
         world.until_serves(number, &Model::large(1)).await;
     }

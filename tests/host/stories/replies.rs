@@ -27,9 +27,9 @@ async fn an_answer_200_without_success_is_a_failure_at_once() {
     let one = Model::small(1);
     let checkpoint = one.save(&world.folder().join("v1"));
     let result = world.publish(&checkpoint, 1, &[]).await.done();
-    assert_eq!(installed(&result), ["rollouts/actor-2"]);
+    assert_eq!(installed(&result), ["actor-2"]);
     for (number, _) in LOADS {
-        let reason = behind(&result, &format!("rollouts/actor-{number}"));
+        let reason = behind(&result, &format!("actor-{number}"));
         assert!(reason.contains("load") && reason.contains("success"), "{reason}");
         assert!(!world.serves(number, &one).await);
         let (status, why) = world.page(&format!("actor-{number}"), "/readyz").await;
@@ -57,7 +57,7 @@ async fn error_inside_an_answer_200_keeps_the_version() {
     }
     let error = world.publish(&second, 2, &["--timeout", "4"]).await.failed();
     let message = error["message"].as_str().unwrap();
-    assert!(message.contains("rollouts/actor-0") && message.contains("rollouts/actor-1"), "{message}");
+    assert!(message.contains("actor-0") && message.contains("actor-1"), "{message}");
     assert_eq!(error["retryable"], false);
     assert_eq!(world.roster("trainer").await["version"], 1);
     for (number, _) in LOADS {
@@ -83,9 +83,9 @@ async fn load_acknowledged_but_not_done_is_not_ready() {
     let one = Model::small(1);
     let checkpoint = one.save(&world.folder().join("v1"));
     let result = world.publish(&checkpoint, 1, &[]).await.done();
-    assert_eq!(installed(&result), ["rollouts/actor-0"]);
+    assert_eq!(installed(&result), ["actor-0"]);
     for number in [1, 2] {
-        let reason = behind(&result, &format!("rollouts/actor-{number}"));
+        let reason = behind(&result, &format!("actor-{number}"));
         assert!(reason.contains("opened none of their files"), "{reason}");
         assert_eq!(world.page(&format!("actor-{number}"), "/readyz").await.0, 503);
         world.spoil(number, &json!({})).await;
@@ -127,7 +127,7 @@ async fn hanging_pause_ends_at_its_deadline_unpaused() {
     let one = Model::small(1);
     let checkpoint = one.save(&world.folder().join("v1"));
     let result = world.publish(&checkpoint, 1, &[]).await.done();
-    assert_eq!(installed(&result), ["rollouts/actor-0"]);
+    assert_eq!(installed(&result), ["actor-0"]);
     assert!(world.serves(0, &one).await);
     for number in [0, 1, 2] {
         until("the engine to run again", || async { is_paused(&world, number).await == false }).await;

@@ -8,7 +8,7 @@ use crate::world::{Actor, World, installed, spoiled, unavailable, until};
 /// Publishes a version that only the first replica can switch to.
 async fn publish_to_one(world: &World, version: u64) {
     let checkpoint = Model::small(version).save(&world.folder().join(format!("v{version}")));
-    assert_eq!(installed(&world.publish(&checkpoint, version, &[]).await.done()), ["rollouts/actor-0"]);
+    assert_eq!(installed(&world.publish(&checkpoint, version, &[]).await.done()), ["actor-0"]);
     // By its own word the second one knows of it: that it is ready is no ignorance.
     until("the other to hear of it", || async { world.roster("actor-1").await["version"] == version }).await;
 }

@@ -14,18 +14,18 @@ async fn engine_put_to_sleep_is_unready_and_refed_on_wake() {
     let (one, two) = (Model::small(1), Model::small(2));
     world.publish(&one.save(&world.folder().join("v1")), 1, &[]).await.done();
     world.post(0, "/sleep?level=2", &json!({})).await;
-    let why = world.reported("EngineUnhealthy", "rollouts/actor-0").await;
+    let why = world.reported("EngineUnhealthy", "actor-0").await;
     assert!(why.contains("asleep, and not for an update"), "{why}");
-    until("the sleeping one to be out", || async { world.replicas("ready").await == ["rollouts/actor-1"] }).await;
+    until("the sleeping one to be out", || async { world.replicas("ready").await == ["actor-1"] }).await;
     let (status, page) = world.page("actor-0", "/readyz").await;
     assert_eq!(status, 503, "{page}");
     // The others go on without it, and no one wakes it.
     let result = world.publish(&two.save(&world.folder().join("v2")), 2, &[]).await.done();
-    assert_eq!(installed(&result), ["rollouts/actor-1"], "{result}");
+    assert_eq!(installed(&result), ["actor-1"], "{result}");
     assert_eq!(world.get(0, "/is_sleeping").await["is_sleeping"], json!(true));
 
     world.post(0, "/wake_up", &json!({})).await;
     world.until_serves(0, &two).await;
     world.until_ready(2).await;
-    assert_eq!(world.events_of("EngineRestarted", "rollouts/actor-0"), 0, "it slept, it did not restart");
+    assert_eq!(world.events_of("MemberRestarted", "actor-0"), 0, "it slept, it did not restart");
 }

@@ -32,8 +32,8 @@ async fn fastdeploy_whose_load_fails_is_healed_by_next_version() {
     world.spoil(0, &json!({"load": "failHalfway"})).await;
     let checkpoint = Model::small(1).save(&world.folder().join("v1"));
     let result = world.publish(&checkpoint, 1, &[]).await.done();
-    assert_eq!(installed(&result), ["rollouts/actor-1"]);
-    assert!(!behind(&result, "rollouts/actor-0").is_empty());
+    assert_eq!(installed(&result), ["actor-1"]);
+    assert!(!behind(&result, "actor-0").is_empty());
     assert_eq!(world.get(0, "/v1/is_paused").await["result"]["is_paused"], json!(true), "half an update is not let run");
     world.spoil(0, &json!({})).await;
     let checkpoint = Model::small(2).save(&world.folder().join("v2"));

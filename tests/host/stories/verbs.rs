@@ -8,7 +8,7 @@ use rustix::process::{Pid, Resource, Rlimit, Signal, kill_process, prlimit};
 use serde_json::{Value, json};
 
 use crate::model::Model;
-use crate::world::{Actor, PROGRAM, World, installed, until};
+use crate::world::{Actor, PROGRAM, World, installed, is_member, until};
 
 /// Bytes of a version of [`Model::small`].
 const BYTES: u64 = 1 << 20;
@@ -91,7 +91,7 @@ async fn receiver_killed_while_it_reads_costs_the_others_an_attempt() {
     };
     let (published, ()) = tokio::join!(world.publish(&checkpoint, 1, &[]), killing);
     let result = published.done();
-    assert!(installed(&result).contains(&"rollouts/actor-0") && result["attempts"] != 1, "{result}");
+    assert!(installed(&result).contains(&"actor-0") && result["attempts"] != 1, "{result}");
     assert!(world.serves(0, &one).await);
     // Its pod gets a new agent.
     world.until_serves(1, &one).await;
@@ -125,12 +125,12 @@ async fn member_that_may_lock_too_little_is_left_out_by_the_limit() {
     kill_process(worker(&world, "actor-1").await, Signal::KILL).unwrap();
     let names_limit = |event: &Value| {
         let message = event["message"].as_str().unwrap_or_default();
-        event["member"] == "rollouts/actor-1" && message.contains("RLIMIT_MEMLOCK") && message.contains("ulimit -l")
+        is_member(&event["member"], "actor-1") && message.contains("RLIMIT_MEMLOCK") && message.contains("ulimit -l")
     };
     world.event("the limit to be named", names_limit).await;
     let one = Model::small(1);
     let checkpoint = one.save(&world.folder().join("v1"));
-    assert_eq!(installed(&world.publish(&checkpoint, 1, &[]).await.done()), ["rollouts/actor-0"]);
+    assert_eq!(installed(&world.publish(&checkpoint, 1, &[]).await.done()), ["actor-0"]);
     // With the right again it comes in, and gets what it missed.
     limited(None);
     world.until_serves(1, &one).await;

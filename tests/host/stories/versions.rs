@@ -39,7 +39,7 @@ async fn tensor_larger_than_a_bucket_arrives_whole() {
     assert_eq!(installed(&result).len(), 2);
     assert!(world.serves(0, &model(1)).await && world.serves(1, &model(1)).await);
 
-    let example = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/examples/quickstart-vllm.yaml");
+    let example = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/examples/quickstart");
     let plan =
         Command::new(PROGRAM).args(["plan", "--output", "json", "--filename", example, "--checkpoint"]).arg(&checkpoint).output().unwrap();
     let plan: Value = serde_json::from_slice(&plan.stdout).unwrap_or_else(|_| panic!("{}", String::from_utf8_lossy(&plan.stderr)));

@@ -19,7 +19,7 @@ use crate::{
     Context, Coordinator, CoordinatorEvent, Directory, Enrollment, EventSink, PersistError, SingleUseTokens, Timing, Wanted,
     keep_certified, router,
 };
-use weightsync_core::membership::{MembershipConfig, MembershipView, Restored};
+use weightsync_core::membership::{JoinPolicy, MembershipConfig, MembershipView, Restored};
 use weightsync_core::protocol::{UpdatePolicy, Version};
 use weightsync_net::https::{Access, AgentClient, Limits, serve_https};
 use weightsync_net::identity::{Ca, IdentityError, PeerIdentity};
@@ -44,6 +44,8 @@ pub struct GroupSpec {
     /// The trainer's pod first.
     pub pods: Vec<PodSpec>,
     pub policy: UpdatePolicy,
+    /// When a rollout may join.
+    pub join: JoinPolicy,
     /// How long a joining replica waits for others.
     pub debounce: Duration,
     /// The version that the group goes back to and is held at.
@@ -121,6 +123,7 @@ impl Group {
         let weightsync = format!("local-{}-{created}", spec.name);
         let mut rules = MembershipConfig::new(weightsync.clone(), created, spec.policy.clone());
         rules.target = spec.target;
+        rules.join = spec.join;
         rules.debounce_ms = u64::try_from(spec.debounce.as_millis()).unwrap_or(u64::MAX);
         let wanted = Wanted { config: rules, members: None, suspend: false, delete: false };
         let (events, _) = broadcast::channel(EVENTS);

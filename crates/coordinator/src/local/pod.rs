@@ -10,7 +10,8 @@ use weightsync_core::protocol::{EngineAssignment, MemberName, Role};
 pub struct PodSpec {
     /// Its name; part of log file names.
     pub name: String,
-    pub role: Role,
+    /// The pool of a rollout; none for the source.
+    pub pool: Option<String>,
     pub size: u32,
     /// UUIDs of the GPUs that its agent uses, in the order of its ranks; none: over TCP only.
     pub gpus: Vec<String>,
@@ -32,7 +33,11 @@ pub struct EngineProgram {
 impl PodSpec {
     /// Its name in the roster.
     pub fn member(&self) -> MemberName {
-        let part = if self.role == Role::Source { "trainer" } else { "rollouts" };
-        MemberName(format!("{part}/{}", self.name))
+        MemberName(format!("{}/{}", self.pool.as_deref().unwrap_or("trainer"), self.name))
+    }
+
+    /// A pod without a pool is the source.
+    pub fn role(&self) -> Role {
+        if self.pool.is_some() { Role::Rollout } else { Role::Source }
     }
 }

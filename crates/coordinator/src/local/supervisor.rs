@@ -243,7 +243,7 @@ impl Supervisor {
         for pod in &self.pods {
             let uid = self.uid(pod);
             let engines = pod.spec.engine.iter().map(|engine| engine.assignment.clone()).collect();
-            let (role, current, transport) = (pod.spec.role, self.current.clone(), self.spec.policy.transport.clone());
+            let (role, current, transport) = (pod.spec.role(), self.current.clone(), self.spec.policy.transport.clone());
             claims.insert(
                 uid.clone(),
                 Assignment {
@@ -260,7 +260,7 @@ impl Supervisor {
             );
             candidates.push(Candidate {
                 name: pod.spec.member(),
-                role: pod.spec.role,
+                role: pod.spec.role(),
                 size: pod.spec.size,
                 pods: vec![PodRef { name: pod.spec.name.clone(), uid, node: None, ips: Vec::new() }],
                 port: pod.spec.engine.as_ref().map(|engine| engine.assignment.port),
@@ -311,7 +311,7 @@ impl Supervisor {
         let uid = self.uid(pod);
         let proven = ProvenPod { namespace: "local".into(), pod: pod.spec.name.clone(), pod_uid: uid.clone() };
         let token = self.tokens.mint(proven, Vec::new());
-        let role = if pod.spec.role == Role::Source { "trainer" } else { "rollout" };
+        let role = if pod.spec.role() == Role::Source { "trainer" } else { "rollout" };
         let environment = [
             ("WEIGHTSYNC_ROLE", role.to_owned()),
             ("POD_NAME", pod.spec.name.clone()),

@@ -78,7 +78,7 @@ impl Membership {
         let lives: BTreeMap<MemberName, Incarnation> = members.map(|member| (member.candidate.name.clone(), member.life.clone())).collect();
         let message = format!("epoch {}: took over a working group of {} members", id.epoch, lives.len());
         self.epoch = self.epoch.max(id.epoch);
-        self.event(Reason::GroupAdopted, message, None, false);
+        self.event(Reason::GroupFormed, message, None, false);
         let mut group = Group::new(id, roster, candidates, lives, self.config.policy.clone(), self.now);
         (group.returned, group.transport) = (returned, transport.unwrap_or_default());
         self.enter(group);

@@ -82,7 +82,7 @@ impl Agents {
     }
 
     pub(super) fn announce(&mut self, now: u64, announcement: Announcement) {
-        let incompatible = announcement.speaks.lacks_ours(&announcement.program).map(|why| (Reason::AgentIncompatible, why));
+        let incompatible = announcement.speaks.lacks_ours(&announcement.program).map(|why| (Reason::Unsupported, why));
         let control = announcement.control_address.clone();
         let Some(agent) = self.enter(now, announcement) else { return };
         (agent.control, agent.unusable) = (control, incompatible);
@@ -101,7 +101,7 @@ impl Agents {
         }
         let Some(agent) = self.enter(now, announcement) else { return };
         // Not connected, so it is evicted before others.
-        (agent.link, agent.unusable) = (Link::Lost(why.clone()), Some((Reason::AddressRefused, why)));
+        (agent.link, agent.unusable) = (Link::Lost(why.clone()), Some((Reason::PodMismatch, why)));
     }
 
     /// The entry of an incarnation, created if missing; `None` for a replaced one.

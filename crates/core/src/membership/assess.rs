@@ -101,7 +101,7 @@ impl Membership {
             Link::Lost(cause) => return Err(Outcast::new(Reason::AgentLost, cause.clone())),
             Link::Silent(since) => {
                 let seconds = self.now.saturating_sub(*since) / 1000;
-                return Err(Outcast::new(Reason::AgentSilent, format!("its agent has sent nothing for {seconds} s")));
+                return Err(Outcast::new(Reason::AgentLost, format!("its agent has sent nothing for {seconds} s")));
             }
             Link::Live => {}
         }
@@ -112,7 +112,7 @@ impl Membership {
             && other.created > self.config.created
         {
             let message = format!("it is in epoch {} of the newer object {}", other.epoch, other.weightsync);
-            return Err(Outcast::new(Reason::ClaimedByOther, message));
+            return Err(Outcast::new(Reason::PodClaimed, message));
         }
         if let Some(engine) = state.engine.as_ref().filter(|engine| candidate.role == Role::Rollout && engine.size != candidate.size) {
             let message = format!("the engine has {} worker ranks, the spec has {}", engine.size, candidate.size);
@@ -135,7 +135,7 @@ impl Membership {
         }
         let updating = self.in_update(name, agent);
         if updating && self.stuck_at(agent).is_some_and(|at| self.now >= at) {
-            return Err(Outcast::new(Reason::UpdateStuck, "it has been in one update for longer than update.timeoutSeconds"));
+            return Err(Outcast::new(Reason::MemberFailed, "it has been in one update for longer than update.timeoutSeconds"));
         }
         if !updating && !Self::is_well(state) {
             // A new agent waits for its engine's first response. Report an engine that never responds only once the cause is known.

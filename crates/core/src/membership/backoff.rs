@@ -30,7 +30,7 @@ impl Strike {
 
     /// Whether the preflight found it.
     pub(super) fn is_of_an_edge(&self) -> bool {
-        matches!(self.reason, Reason::SlowEdge | Reason::BrokenEdge)
+        self.reason == Reason::BadEdge
     }
 }
 

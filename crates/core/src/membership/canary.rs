@@ -82,7 +82,7 @@ impl Membership {
             Some(current) if current.version != number => format!("version {} stays", current.version),
             Some(_) => match self.before_refused() {
                 Some(before) => format!("the group goes back to version {before}"),
-                None => "no member keeps an earlier version to go back to (membership.keep, update.retain)".to_owned(),
+                None => "no member keeps an earlier version to go back to (membership.keep, update.retainMiB)".to_owned(),
             },
         }
     }

@@ -82,8 +82,7 @@ impl Membership {
                 }
             }
             self.over = self.over.max(id.epoch);
-            let word = if self.deleted { Reason::Released } else { Reason::Suspended };
-            self.event(word, reason, None, false);
+            self.event(Reason::Suspended, reason, None, false);
             self.out.push(Decision::Release { to, request: ReleaseRequest { id, reason: reason.to_owned() } });
         }
         self.over = self.over.max(self.epoch);

@@ -74,16 +74,13 @@ impl Membership {
                 && assessment.eligible.iter().all(|member| group.lives.get(&member.candidate.name) == Some(&member.life))
         });
         let still_wanted = !same
-            || matches!(
-                why,
-                Reason::UpdateFailed | Reason::BeingFed | Reason::PolicyChanged | Reason::TargetChanged | Reason::VersionRefused
-            );
+            || matches!(why, Reason::UpdateFailed | Reason::Updating | Reason::SpecChanged | Reason::VersionRefused);
         if !still_wanted || !self.is_viable(&assessment.eligible) {
             return;
         }
         let id = self.id(epoch);
         let roster = give_ranks(&assessment.eligible);
-        if why == Reason::BeingFed {
+        if why == Reason::Updating {
             self.repairs = self.repairs.saturating_add(1);
         }
         let because = self.because(why);
@@ -130,7 +127,7 @@ impl Membership {
         if !lost.is_empty() {
             return lost.join("; ");
         }
-        let lives = self.group.iter().flat_map(|group| &group.lives).filter(|(_, life)| why == Reason::BeingFed && self.life_lacks(life));
+        let lives = self.group.iter().flat_map(|group| &group.lives).filter(|(_, life)| why == Reason::Updating && self.life_lacks(life));
         let lacking: Vec<_> = lives.take(NAMED).map(|(name, _)| name.to_string()).collect();
         match self.wanted().filter(|_| !lacking.is_empty()) {
             Some(wanted) => format!("{why}: {} without version {}", lacking.join(", "), wanted.version),
@@ -204,11 +201,11 @@ impl Membership {
     fn blame(&mut self, late: &[MemberName]) {
         let Some(Forming::Round(round)) = self.forming.take() else { return };
         let preparing = matches!(round.phase, Phase::Preparing);
-        let timeout = if preparing { Reason::PrepareTimeout } else { Reason::CommitTimeout };
-        let limit = if preparing { self.config.prepare_deadline_ms } else { self.config.commit_deadline_ms };
+        let (call, limit) =
+            if preparing { ("prepare", self.config.prepare_deadline_ms) } else { ("commit", self.config.commit_deadline_ms) };
         let mut blamed: BTreeMap<MemberName, (Reason, String)> = BTreeMap::new();
         for name in late {
-            blamed.insert(name.clone(), (timeout, format!("no response within {limit} ms")));
+            blamed.insert(name.clone(), (Reason::FormationFailed, format!("no response to {call} within {limit} ms")));
         }
         for (name, failure) in round.failed.iter().filter(|(_, failure)| !failure.blames_peer) {
             blamed.insert(name.clone(), (failure.reason, failure.message.clone()));
@@ -228,7 +225,7 @@ impl Membership {
                 blamed.insert(name.clone(), (failure.reason, failure.message.clone()));
             }
         }
-        let first = blamed.values().next().map_or(timeout, |(reason, _)| *reason);
+        let first = blamed.values().next().map_or(Reason::FormationFailed, |(reason, _)| *reason);
         for (name, (reason, message)) in &blamed {
             self.strike(name, Weight::Failure, *reason, message);
         }

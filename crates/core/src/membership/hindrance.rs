@@ -50,20 +50,8 @@ impl Membership {
 
     /// Whether it can join only after a change of the object, its pods or their images.
     fn stays_out(&self, member: &MemberView) -> bool {
-        use Reason as R;
         let reason = self.strike_of(member).map_or(member.reason, |strike| strike.reason);
-        matches!(
-            reason,
-            R::Unsupported
-                | R::SizeMismatch
-                | R::CanaryUnavailable
-                | R::AgentIncompatible
-                | R::AddressRefused
-                | R::NotOptedIn
-                | R::SelectedTwice
-                | R::ContainerMissing
-                | R::GroupLabelMissing
-        )
+        matches!(reason, Reason::Unsupported | Reason::SizeMismatch | Reason::PodMismatch)
     }
 
     /// The last recorded failure of a member, also during its next try.

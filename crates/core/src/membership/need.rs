@@ -37,7 +37,7 @@ impl Membership {
     /// Why a member of a group or round has changed or is lost.
     pub(super) fn why_lost(&self, name: &MemberName, life: Option<&Incarnation>, assessment: &Assessment) -> (Reason, String) {
         if assessment.life(name).is_some() {
-            return (Reason::AgentRestarted, "a new incarnation of its agent replaced it".to_owned());
+            return (Reason::MemberRestarted, "a new incarnation of its agent replaced it".to_owned());
         }
         if let Some(out) = assessment.out.get(name) {
             return (out.reason, out.message.clone());
@@ -50,8 +50,8 @@ impl Membership {
         }
         match link {
             Some(Link::Lost(cause)) => (Reason::AgentLost, cause.clone()),
-            Some(Link::Silent(_)) => (Reason::AgentSilent, "its agent stopped sending".to_owned()),
-            _ => (Reason::NotCandidate, "its pod is gone or not selected any more".to_owned()),
+            Some(Link::Silent(_)) => (Reason::AgentLost, "its agent stopped sending".to_owned()),
+            _ => (Reason::MemberLeft, "its pod is gone or not selected any more".to_owned()),
         }
     }
 
@@ -59,14 +59,13 @@ impl Membership {
     pub(super) fn count_loss(&mut self, name: &MemberName, reason: Reason, message: &str) {
         let weight = match reason {
             Reason::AgentLost
-            | Reason::AgentSilent
-            | Reason::AgentRestarted
+            | Reason::MemberRestarted
             | Reason::EngineUnhealthy
             | Reason::EngineWedged
             | Reason::GroupFenced => Weight::Loss,
-            Reason::UpdateStuck => Weight::Failure,
+            Reason::MemberFailed => Weight::Failure,
             // Already recorded, or not the member's fault.
-            Reason::BackingOff | Reason::SlowEdge | Reason::BrokenEdge => return,
+            Reason::BackingOff | Reason::BadEdge => return,
             _ => {
                 self.event(reason, message, Some(name.clone()), true);
                 return;
@@ -92,7 +91,7 @@ impl Membership {
             let (reason, message) = self.why_lost(name, Some(life), assessment);
             let in_order = match self.left_out.iter().find(|left| &left.who == name) {
                 Some(left) => left.code != LeftOutCode::NotReady && reason == left.code.reason(),
-                None => matches!(reason, Reason::Terminating | Reason::NotCandidate),
+                None => reason == Reason::MemberLeft,
             };
             if in_order && agent.is_some_and(Agent::is_present) {
                 leaving.push(name.clone());
@@ -190,7 +189,7 @@ impl Membership {
         }
         // The spec or the canary requires another version than the running update: do not wait for it.
         if self.is_asked_otherwise(group.returned) {
-            return Some(if self.refusal().is_some() { Reason::VersionRefused } else { Reason::TargetChanged });
+            return Some(if self.refusal().is_some() { Reason::VersionRefused } else { Reason::SpecChanged });
         }
         let id = group.id.clone();
         let busy_until = self.busy_until();
@@ -279,7 +278,7 @@ impl Membership {
             return None;
         }
         let at = group.committed_at.saturating_add(self.config.debounce_ms);
-        self.due(at).then_some(Reason::PolicyChanged)
+        self.due(at).then_some(Reason::SpecChanged)
     }
 
     /// Members that lack the version although a feeder exists.
@@ -296,6 +295,6 @@ impl Membership {
         }
         let since = *self.lack_since.get_or_insert(self.now);
         let grace = self.config.feed_grace_ms.saturating_mul(1 << self.repairs.min(8));
-        self.due(since.saturating_add(grace)).then_some(Reason::BeingFed)
+        self.due(since.saturating_add(grace)).then_some(Reason::Updating)
     }
 }

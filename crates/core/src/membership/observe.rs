@@ -84,7 +84,7 @@ impl Membership {
     /// Another leader decides now.
     fn stop(&mut self, message: String) {
         self.forming = None;
-        self.event(Reason::PersistConflict, message.clone(), None, true);
+        self.event(Reason::PersistFailed, message.clone(), None, true);
         self.out.push(Decision::StepDown { message: message.clone() });
         self.stopped = Some(message);
     }
@@ -106,7 +106,7 @@ impl Membership {
         let unchecked = |state: &MemberState| state.engine.as_ref().and_then(|engine| engine.unchecked.clone());
         let known = self.agents.get(&life).and_then(|agent| agent.state.as_ref()).and_then(unchecked);
         if let Some(why) = unchecked(&state).filter(|why| name.is_some() && known.as_ref() != Some(why)) {
-            self.event(Reason::CheckpointUnread, why, name.clone(), false);
+            self.event(Reason::EngineUnproven, why, name.clone(), false);
         }
         let restarted = self.agents.state(self.now, state);
         if let Some(agent) = self.agents.get_mut(&life) {
@@ -114,7 +114,7 @@ impl Membership {
         }
         if restarted {
             let what = "its engine restarted: it serves again once it holds the current version";
-            self.event(Reason::EngineRestarted, what.to_owned(), name, true);
+            self.event(Reason::MemberRestarted, what.to_owned(), name, true);
         }
         // The response to a commit may be lost while the resulting state arrives.
         if let (Some(id), Some(Forming::Round(round))) = (committed, &self.forming)
@@ -186,14 +186,9 @@ impl Membership {
         if !about_this_phase || round.life(&member).is_none() {
             return;
         }
-        let late = refusal.code == RefusalCode::Timeout;
-        let reason = match (prepare, late) {
-            (true, true) => Reason::PrepareTimeout,
-            (true, false) if refusal.code == RefusalCode::CanaryUnavailable => Reason::CanaryUnavailable,
-            (true, false) if refusal.code == RefusalCode::Unsupported => Reason::Unsupported,
-            (true, false) => Reason::PrepareRefused,
-            (false, true) => Reason::CommitTimeout,
-            (false, false) => Reason::CommitRefused,
+        let reason = match refusal.code {
+            RefusalCode::CanaryUnavailable | RefusalCode::Unsupported if prepare => Reason::Unsupported,
+            _ => Reason::FormationFailed,
         };
         let blames_peer = !prepare && refusal.code == RefusalCode::PeerUnreachable;
         round.failed.insert(member, Failure { reason, message: refusal.message, blames_peer });
@@ -248,7 +243,7 @@ impl Membership {
             self.event(Reason::UpdateFailed, format!("{what} {version} failed: {cause}"), None, true);
         }
         for repeated in noted.repeated {
-            self.strike(&repeated.member, Weight::Failure, Reason::UpdateRefused, &repeated.message);
+            self.strike(&repeated.member, Weight::Failure, Reason::MemberFailed, &repeated.message);
         }
     }
 

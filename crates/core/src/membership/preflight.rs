@@ -36,21 +36,17 @@ impl Membership {
             goes
         });
         for poor in out {
-            self.strike(&poor.member, Weight::Edge, reason(&poor), &poor.why);
+            self.strike(&poor.member, Weight::Edge, Reason::BadEdge, &poor.why);
         }
     }
 
     /// Members of the group that stay in spite of poor edges, and the source if its own edges are poor.
-    pub(super) fn poor_members(&self) -> impl Iterator<Item = (Reason, &PoorMember)> {
+    pub(super) fn poor_members(&self) -> impl Iterator<Item = &PoorMember> {
         let arrangement = self.preflight().filter(|report| report.done).map(|report| &report.arrangement);
         let here = |poor: &&PoorMember| self.group.as_ref().is_some_and(|group| !group.lost.contains_key(&poor.member));
         let poor = arrangement.into_iter().flat_map(|arrangement| arrangement.poor.iter().chain(&arrangement.source));
-        poor.filter(here).map(|poor| (reason(poor), poor))
+        poor.filter(here)
     }
-}
-
-fn reason(poor: &PoorMember) -> Reason {
-    if poor.broken { Reason::BrokenEdge } else { Reason::SlowEdge }
 }
 
 fn is_rollout(group: &Group, poor: &PoorMember) -> bool {

@@ -66,8 +66,8 @@ impl Membership {
     pub(super) fn tell_degradations(&mut self, before: &[Degradation]) {
         // A loss or a failure was reported when it happened.
         let reported = |reason: Reason| {
-            use Reason::{AgentLost, AgentMissing, AgentSilent, BackingOff, UpdateStuck};
-            matches!(reason, BackingOff | AgentLost | AgentSilent | AgentMissing | UpdateStuck)
+            use Reason::{AgentLost, AgentMissing, BackingOff, MemberFailed};
+            matches!(reason, BackingOff | AgentLost | AgentMissing | MemberFailed)
         };
         // So was a refusal of the whole group; two in a row are two problems.
         let counted = |new: &Degradation| new.reason == Reason::VersionRefused && new.member.is_none();
@@ -211,7 +211,7 @@ impl Membership {
         let name = &candidate.name;
         let Some(life) = assessment.life(name) else {
             let out = assessment.out.get(name);
-            return out.map_or((MemberStanding::Out, Reason::NotCandidate, String::new()), |out| {
+            return out.map_or((MemberStanding::Out, Reason::MemberLeft, String::new()), |out| {
                 (MemberStanding::Out, out.reason, out.message.clone())
             });
         };
@@ -254,7 +254,7 @@ impl Membership {
             let serves = !dirty && skew == Some(Skew::Within);
             let meanwhile = if serves { "; it serves meanwhile (membership.maxSkew)" } else { "" };
             if updating {
-                return (standing, Reason::BeingFed, format!("it is being fed {current}{meanwhile}"));
+                return (standing, Reason::Updating, format!("it is being fed {current}{meanwhile}"));
             }
             if standing == MemberStanding::Unknown {
                 let message = state.reason.clone().unwrap_or_else(|| "the version of its engine is not known".to_owned());
@@ -267,7 +267,7 @@ impl Membership {
             }
             let feeder = self.choose_feeder(group.lives.iter());
             return match feeder {
-                Some(feeder) => (standing, Reason::BeingFed, format!("waits for {current} from {feeder}{meanwhile}")),
+                Some(feeder) => (standing, Reason::Updating, format!("waits for {current} from {feeder}{meanwhile}")),
                 None => (standing, Reason::NoFeeder, format!("no member retains {current}; it waits for the next one{meanwhile}")),
             };
         }
@@ -295,11 +295,11 @@ impl Membership {
         }
         if self.group.is_none() {
             if self.is_adopting() {
-                return (Reason::Adopting, "a controller that started waits for the agents".to_owned());
+                return (Reason::GroupForming, "a controller that started waits for the agents".to_owned());
             }
             let has = |role: Role| assessment.eligible.iter().any(|member| member.candidate.role == role);
             if !has(Role::Rollout) {
-                return (Reason::NoRollout, "there is no rollout to send to".to_owned());
+                return (Reason::BelowMinReady, "there is no rollout to send to".to_owned());
             }
             if !has(Role::Source) && !self.is_viable(&assessment.eligible) {
                 return (Reason::NoSource, "no trainer's agent takes part, and no member needs feeding".to_owned());
@@ -308,12 +308,12 @@ impl Membership {
         }
         let busy = self.group.as_ref().is_some_and(|group| self.updates.running_until(self.now, &group.id, &group.policy).is_some());
         if busy {
-            return (Reason::WaitsForUpdate, "joins when the running update ends".to_owned());
+            return (Reason::JoinPending, "joins when the running update ends".to_owned());
         }
         let seen = self.waiting.get(name).map(|(_, version)| *version);
         let version = self.version.as_ref().map(|version| version.version);
         if self.config.join == JoinPolicy::NextVersion && version.is_some() && seen.is_none_or(|seen| seen == version) {
-            return (Reason::WaitsForNextVersion, "joins with the next version (membership.join)".to_owned());
+            return (Reason::JoinPending, "joins with the next version (membership.join)".to_owned());
         }
         (Reason::JoinPending, "joins with the next epoch".to_owned())
     }
@@ -328,7 +328,7 @@ impl Membership {
                 // The plan itself reports which of the pods that it leaves out are a mistake.
                 (MemberStanding::Out, reason)
                     if self.left_out.iter().any(|left| left.who == member.name && left.code.reason() == reason) => {}
-                (MemberStanding::Out, Reason::Terminating | Reason::NotCandidate) => {}
+                (MemberStanding::Out, Reason::MemberLeft) => {}
                 (MemberStanding::Out | MemberStanding::Dirty | MemberStanding::Unknown, reason) => {
                     add(reason, Some(&member.name), member.message.clone());
                 }
@@ -341,8 +341,8 @@ impl Membership {
                 add(Reason::ClaimRefused, Some(&candidate.name), claim);
             }
         }
-        for (reason, poor) in self.poor_members() {
-            add(reason, Some(&poor.member), poor.why.clone());
+        for poor in self.poor_members() {
+            add(Reason::BadEdge, Some(&poor.member), poor.why.clone());
         }
         if !self.planned || self.is_adopting() || self.suspended || self.deleted {
             return found;
@@ -352,7 +352,7 @@ impl Membership {
             add(Reason::NoSource, None, "no trainer's agent takes part: no publish is possible".to_owned());
         }
         if !has(Role::Rollout) {
-            add(Reason::NoRollout, None, "no rollout can take part".to_owned());
+            add(Reason::BelowMinReady, None, "no rollout can take part".to_owned());
         }
         if let Some(message) = self.refusal() {
             add(Reason::VersionRefused, None, message);

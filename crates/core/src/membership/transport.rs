@@ -29,7 +29,7 @@ pub(super) struct Prepared<'a> {
 pub(super) fn choose(policy: &UpdatePolicy, members: &[Prepared<'_>]) -> Result<TransportChoice, InTheWay> {
     match policy.delivery {
         Delivery::Agent if policy.transport.wish == TransportWish::Gdr => {
-            by_reads(&policy.transport, members, "asked for by spec.transport.gdr")
+            by_reads(&policy.transport, members, "spec.transport.type is GDR")
         }
         Delivery::Agent => {
             let reports: Vec<_> = members.iter().map(|prepared| (&prepared.member.name, prepared.gpus)).collect();
@@ -92,7 +92,7 @@ fn slots(policy: &TransportPolicy, members: &[Prepared<'_>]) -> Result<(FabricPl
 /// The transport between agents. `members` are in the order of their ranks, sources first.
 fn between_agents(policy: &TransportPolicy, members: &[(&MemberName, &GpuReport)]) -> Result<TransportChoice, InTheWay> {
     if policy.wish == TransportWish::Tcp {
-        return Ok(TransportChoice::tcp("asked for by spec.transport.tcp"));
+        return Ok(TransportChoice::tcp("spec.transport.type is TCP"));
     }
     let mut in_the_way = unfit(members);
     let rank_plan = rank_plan(&members.iter().map(|(name, report)| (*name, uuids(report))).collect::<Vec<_>>());
@@ -100,8 +100,7 @@ fn between_agents(policy: &TransportPolicy, members: &[(&MemberName, &GpuReport)
     if in_the_way.is_empty() {
         match ring(policy, members, &rank_plan) {
             Ok((plan, why)) => {
-                let asked =
-                    if policy.wish == TransportWish::Nccl { "asked for by spec.transport.nccl" } else { "auto: every member has a GPU" };
+                let asked = if policy.wish == TransportWish::Nccl { "spec.transport.type is NCCL" } else { "auto: every member has a GPU" };
                 let notes = [alongside(&rank_plan), unshared(members)].concat();
                 return Ok(TransportChoice { nccl: Some(plan), gdr: None, engines: None, reason: format!("{asked}; ring: {why}{notes}") });
             }

@@ -5,12 +5,15 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::order;
-use super::replicas::{PlacedUnit, units};
+use super::replicas::units;
 use super::{
-    Candidate, EndpointKey, LeftOut, LeftOutCode, MAX_WORLD_SIZE, Order, Plan, PlanInput, PlanRefusal, PodFacts, PoolSpec, ROLE_LABEL,
-    ROLE_ROLLOUT, ROLE_TRAINER, Selector, TrainerSpec, trainer,
+    Candidate, LeftOut, LeftOutCode, MAX_WORLD_SIZE, Order, Plan, PlanInput, PlanRefusal, PodFacts, PoolSpec, ROLE_LABEL, ROLE_ROLLOUT,
+    ROLE_TRAINER, Selector, TrainerSpec, trainer,
 };
 use crate::protocol::{MemberName, Role};
+
+/// Most ranks of one replica.
+const MAX_REPLICA_RANKS: u32 = 1 << 16;
 
 /// Makes the plan for one `WeightSync`.
 pub fn plan(input: &PlanInput) -> Plan {
@@ -47,10 +50,13 @@ pub fn plan(input: &PlanInput) -> Plan {
     for (pool, pods) in pool_pods {
         let units = units(pool, &pods, &mut plan.left_out);
         for unit in order::sort(&pool.name, &pool.order, units, &pods, &mut plan.left_out) {
-            match sized(input, pool, unit) {
-                Ok(candidate) => plan.candidates.push(candidate),
-                Err(left_out) => plan.left_out.push(*left_out),
-            }
+            plan.candidates.push(Candidate {
+                name: unit.name,
+                role: Role::Rollout,
+                size: pool.ranks,
+                pods: unit.pods,
+                port: Some(unit.port),
+            });
         }
     }
     plan.left_out.sort_by(|one, two| (one.role, &one.who, one.code).cmp(&(two.role, &two.who, two.code)));
@@ -125,7 +131,9 @@ fn check_spec(input: &PlanInput) -> Result<(), String> {
             }
         }
         check_order(&field, &pool.order)?;
-        pool.parallelism.size().map_err(|message| format!("{field}.{message}"))?;
+        if !(1..=MAX_REPLICA_RANKS).contains(&pool.ranks) {
+            return Err(format!("{field}.ranks: {} is not from 1 to {MAX_REPLICA_RANKS}", pool.ranks));
+        }
     }
     Ok(())
 }
@@ -135,8 +143,8 @@ fn check_order(field: &str, order: &Order) -> Result<(), String> {
         return Err(format!("{field}.order.names lists {name} twice"));
     }
     match order {
-        Order::Explicit(names) if names.is_empty() => Err(format!("{field}.order is explicit, but names is empty")),
-        Order::Label(label) if label.is_empty() => Err(format!("{field}.order goes by label, but names none")),
+        Order::Explicit(names) if names.is_empty() => Err(format!("{field}.order.names is empty: list the pods, or remove order")),
+        Order::Label(label) if label.is_empty() => Err(format!("{field}.order.label is empty: give the key of a label, or remove order")),
         _ => Ok(()),
     }
 }
@@ -188,22 +196,4 @@ fn older_claim<'a>(input: &PlanInput, mine: impl Iterator<Item = &'a PodFacts>) 
     let conflicts = conflicts.filter_map(|claim| Some((claim, mine.iter().find(|pod| pod.uid == claim.pod_uid)?)));
     let (claim, pod) = conflicts.min_by_key(|(claim, pod)| (claim.by.created, &claim.by.uid, &pod.name))?;
     Some(PlanRefusal::PodClaimed { pod: pod.name.clone(), by: claim.by.clone() })
-}
-
-/// A candidate of the size that spec and engine agree on, or both numbers.
-fn sized(input: &PlanInput, pool: &PoolSpec, unit: PlacedUnit) -> Result<Candidate, Box<LeftOut>> {
-    // The spec was checked before, so its size exists; the largest impossible number stands for "missing".
-    let size = pool.parallelism.size().unwrap_or(u32::MAX);
-    let endpoint = EndpointKey { pod_uid: unit.head_uid.clone(), port: unit.port };
-    match input.engine_sizes.get(&endpoint) {
-        Some(read) if *read != size => {
-            let message = format!(
-                "the engine of {} has {read} worker ranks, the spec says {size} (tensor x pipeline x data): correct \
-                 rollouts {}.parallelism or the engine's flags",
-                unit.name, pool.name
-            );
-            Err(Box::new(unit.left_out(LeftOutCode::SizeMismatch, message)))
-        }
-        _ => Ok(Candidate { name: unit.name, role: Role::Rollout, size, pods: unit.pods, port: Some(unit.port) }),
-    }
 }

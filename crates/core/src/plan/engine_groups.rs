@@ -49,7 +49,7 @@ fn fit(joiner: &Joiner<'_>, source: &GpuReport) -> Result<Rendezvous, String> {
         return Err(format!("its engine cannot join a group: {}", facts.why_not));
     }
     if facts.size != joiner.size {
-        return Err(format!("its engine takes {} ranks of a group, the spec says {}: correct `parallelism`", facts.size, joiner.size));
+        return Err(format!("its engine takes {} ranks of a group, the spec says {}: correct `ranks`", facts.size, joiner.size));
     }
     if joiner.size >= MOST_RANKS {
         return Err(format!("its engine has {} ranks, and a group has at most {MOST_RANKS} with the source's", joiner.size));

@@ -3,12 +3,12 @@
 //! Plain data without Kubernetes types. Holds no rule: whether a pod is fit is decided by the caller ([`PodFacts::unready`]) as far as
 //! probes go, since readiness that drops because of an update is no reason to leave a member out, and by the plan for all the rest.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::net::IpAddr;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Parallelism, Selector};
+use super::Selector;
 use crate::protocol::PodRef;
 
 /// Identity and age of a `WeightSync`.
@@ -42,20 +42,8 @@ pub struct PlanInput {
     pub pools: Vec<PoolSpec>,
     /// All pods of the namespace that could be meant.
     pub pods: Vec<PodFacts>,
-    /// Ranks reported by engines, if known.
-    pub engine_sizes: BTreeMap<EndpointKey, u32>,
     /// Pods that other `WeightSync`s select as well.
     pub claims: Vec<Claim>,
-}
-
-/// One engine server: its head pod and port.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct EndpointKey {
-    /// UID of the head pod; a successor under the same name is another endpoint.
-    pub pod_uid: String,
-    /// Port of the engine.
-    pub port: u16,
 }
 
 /// A pod that another `WeightSync` selects too.
@@ -72,13 +60,8 @@ pub struct Claim {
 pub struct TrainerSpec {
     /// The trainer's pods.
     pub selector: Selector,
-    /// Container of the trainer; none when any will do.
-    pub container: Option<String>,
-    /// In which order the pods stand; the first is the source.
+    /// Order of the pods; the first is the source.
     pub order: Order,
-    /// Index of the first pod where `order` goes by ordinal or label: 0 unless a StatefulSet sets `spec.ordinals.start`.
-    /// A pod with a higher index is never taken instead, or a trainer that lost its first pod would be led by another rank.
-    pub first_index: u32,
     /// How many sources: 1 today.
     pub sources: u32,
 }
@@ -90,15 +73,13 @@ pub struct PoolSpec {
     pub name: String,
     /// Its pods.
     pub selector: Selector,
-    /// Container of the engine; none when any will do.
-    pub container: Option<String>,
     /// Ports of engines in one pod; each is a replica of its own.
     pub ports: Vec<u16>,
-    /// Parallel sizes of one replica.
-    pub parallelism: Parallelism,
+    /// Worker ranks of one replica.
+    pub ranks: u32,
     /// Set when a replica is more than one pod.
     pub group: Option<GroupSpec>,
-    /// In which order replicas stand; [`Order::Auto`] goes by name.
+    /// Order of the replicas.
     pub order: Order,
 }
 
@@ -109,22 +90,17 @@ pub struct GroupSpec {
     pub pods: u32,
     /// Label whose value is the same on all pods of a replica.
     pub label: String,
-    /// Label of the head, where the engine's server and the agent are.
-    pub head_label: String,
-    /// Its value on the head.
-    pub head_value: String,
+    /// Labels of the head, where the engine's server and the agent are.
+    pub head: BTreeMap<String, String>,
 }
 
 /// An order of pods.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum Order {
-    /// Trainer: by ordinal where every pod has one; else there must be exactly one pod. Rollouts: by name.
+    /// By the pod's index ([`PodFacts::index`]) if every pod has one. Otherwise rollouts go by name, byte for byte, and there must be exactly
+    /// one trainer pod.
     #[default]
     Auto,
-    /// By the pod's index ([`PodFacts::index`]).
-    Ordinal,
-    /// By name, byte for byte.
-    Name,
     /// By the value of a label: integers by value, other values after them byte by byte. A trainer's must be integers.
     Label(String),
     /// As listed. The list names pods (the head, where a replica is a group), which must have stable names.
@@ -153,7 +129,8 @@ pub struct PodFacts {
     /// Its addresses, where it has some by now.
     pub ips: Vec<IpAddr>,
     pub labels: BTreeMap<String, String>,
-    pub containers: BTreeSet<String>,
+    /// Name of the container that the pod names for its engine or trainer, if it has no such container.
+    pub missing_container: Option<String>,
     pub phase: PodPhase,
     pub terminating: bool,
     /// Index among its siblings: pod-index label, job completion index, or ordinal of a StatefulSet.

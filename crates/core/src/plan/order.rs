@@ -33,18 +33,19 @@ impl PartialOrd for Key {
     }
 }
 
-/// Key of a pod in an order, or what it lacks. An explicit order has its own rules and gives none here.
-pub(super) fn key(order: &Order, pod: &PodFacts) -> Result<Key, String> {
-    match order {
-        Order::Auto | Order::Name | Order::Explicit(_) => Ok(Key::Text(pod.name.clone())),
-        Order::Ordinal => match pod.index {
-            Some(index) => Ok(Key::Number(u64::from(index))),
-            None => Err(format!("pod {} has no index, and the order goes by ordinal: choose another order", pod.name)),
-        },
-        Order::Label(label) => match pod.labels.get(label) {
-            Some(value) => Ok(value.parse().map_or_else(|_| Key::Text(value.clone()), Key::Number)),
-            None => Err(format!("pod {} lacks the label {label} that the order goes by", pod.name)),
-        },
+/// Key of a pod by its index, or that it has none.
+pub(super) fn by_index(pod: &PodFacts) -> Result<Key, String> {
+    match pod.index {
+        Some(index) => Ok(Key::Number(u64::from(index))),
+        None => Err(format!("pod {} has no index", pod.name)),
+    }
+}
+
+/// Key of a pod by the value of a label, or that it lacks the label.
+pub(super) fn by_label(label: &str, pod: &PodFacts) -> Result<Key, String> {
+    match pod.labels.get(label) {
+        Some(value) => Ok(value.parse().map_or_else(|_| Key::Text(value.clone()), Key::Number)),
+        None => Err(format!("pod {} lacks the label {label} that the order goes by", pod.name)),
     }
 }
 
@@ -61,8 +62,9 @@ pub(super) fn duplicates(order: &Order) -> Vec<&str> {
 /// Sorts the units of a pool. Those without a place go to `left_out`, and so do listed names that no pod has.
 pub(super) fn sort(pool: &str, order: &Order, units: Vec<Unit<'_>>, present: &[&PodFacts], left_out: &mut Vec<LeftOut>) -> Vec<PlacedUnit> {
     let mut placed: Vec<(Key, PlacedUnit)> = Vec::new();
+    let indexed = units.iter().all(|unit| unit.head.index.is_some());
     for unit in units {
-        match place(pool, order, unit.head) {
+        match place(pool, order, indexed, unit.head) {
             Ok(key) => placed.push((key, unit.into())),
             Err((code, message)) => left_out.push(unit.left_out(code, message)),
         }
@@ -82,9 +84,14 @@ pub(super) fn sort(pool: &str, order: &Order, units: Vec<Unit<'_>>, present: &[&
     placed.into_iter().map(|(_, unit)| unit).collect()
 }
 
-fn place(pool: &str, order: &Order, head: &PodFacts) -> Result<Key, (LeftOutCode, String)> {
-    let Order::Explicit(names) = order else {
-        return key(order, head).map_err(|message| (LeftOutCode::OrderKeyMissing, message));
+/// Key of a replica by its head. `indexed`: every head has an index.
+fn place(pool: &str, order: &Order, indexed: bool, head: &PodFacts) -> Result<Key, (LeftOutCode, String)> {
+    let missing = |message| (LeftOutCode::OrderKeyMissing, message);
+    let names = match order {
+        Order::Auto if indexed => return by_index(head).map_err(missing),
+        Order::Auto => return Ok(Key::Text(head.name.clone())),
+        Order::Label(label) => return by_label(label, head).map_err(missing),
+        Order::Explicit(names) => names,
     };
     if !head.stable_name {
         let message = format!(

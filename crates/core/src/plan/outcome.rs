@@ -80,8 +80,6 @@ pub enum LeftOutCode {
     UnknownName,
     /// The explicit order does not list it.
     NotListed,
-    /// Its engine has another size than the spec says.
-    SizeMismatch,
 }
 
 impl LeftOutCode {
@@ -97,8 +95,7 @@ impl LeftOutCode {
             | Self::OrderKeyMissing
             | Self::UnstableName
             | Self::UnknownName
-            | Self::NotListed
-            | Self::SizeMismatch => true,
+            | Self::NotListed => true,
             Self::Terminal | Self::Terminating | Self::NotRunning | Self::NotReady | Self::GroupIncomplete => false,
         }
     }
@@ -106,22 +103,21 @@ impl LeftOutCode {
     /// The word that status, Events and metrics use.
     pub const fn reason(self) -> Reason {
         match self {
-            Self::NotOptedIn => Reason::NotOptedIn,
-            Self::SelectedTwice => Reason::SelectedTwice,
-            Self::Terminal => Reason::PodEnded,
-            Self::Terminating => Reason::Terminating,
-            Self::NotRunning => Reason::PodNotRunning,
+            Self::NotOptedIn => Reason::PodMismatch,
+            Self::SelectedTwice => Reason::PodMismatch,
+            Self::Terminal => Reason::MemberLeft,
+            Self::Terminating => Reason::MemberLeft,
+            Self::NotRunning => Reason::PodNotReady,
             Self::NotReady => Reason::PodNotReady,
-            Self::NoContainer => Reason::ContainerMissing,
-            Self::GroupLabelMissing => Reason::GroupLabelMissing,
-            Self::GroupIncomplete => Reason::GroupIncomplete,
-            Self::GroupTooLarge => Reason::GroupTooLarge,
-            Self::HeadUnclear => Reason::HeadUnclear,
-            Self::OrderKeyMissing => Reason::OrderKeyMissing,
-            Self::UnstableName => Reason::UnstableName,
-            Self::UnknownName => Reason::UnknownName,
-            Self::NotListed => Reason::NotListed,
-            Self::SizeMismatch => Reason::SizeMismatch,
+            Self::NoContainer => Reason::PodMismatch,
+            Self::GroupLabelMissing => Reason::PodMismatch,
+            Self::GroupIncomplete => Reason::PodNotReady,
+            Self::GroupTooLarge => Reason::OrderMismatch,
+            Self::HeadUnclear => Reason::OrderMismatch,
+            Self::OrderKeyMissing => Reason::OrderMismatch,
+            Self::UnstableName => Reason::OrderMismatch,
+            Self::UnknownName => Reason::OrderMismatch,
+            Self::NotListed => Reason::OrderMismatch,
         }
     }
 

@@ -18,14 +18,13 @@ pub(super) struct Unit<'a> {
 /// A replica with its place, free of the input.
 pub(super) struct PlacedUnit {
     pub(super) name: MemberName,
-    pub(super) head_uid: String,
     pub(super) pods: Vec<PodRef>,
     pub(super) port: u16,
 }
 
 impl From<Unit<'_>> for PlacedUnit {
     fn from(unit: Unit<'_>) -> Self {
-        Self { name: unit.name, head_uid: unit.head.uid.clone(), pods: unit.pods, port: unit.port }
+        Self { name: unit.name, pods: unit.pods, port: unit.port }
     }
 }
 
@@ -35,14 +34,8 @@ impl Unit<'_> {
     }
 }
 
-impl PlacedUnit {
-    pub(super) fn left_out(self, code: LeftOutCode, message: String) -> LeftOut {
-        LeftOut { who: self.name, role: Role::Rollout, pods: self.pods, code, message }
-    }
-}
-
 /// Why a pod cannot take part now, whatever its group.
-pub(super) fn unfit(pod: &PodFacts, container: Option<&str>) -> Option<(LeftOutCode, String)> {
+pub(super) fn unfit(pod: &PodFacts) -> Option<(LeftOutCode, String)> {
     let name = &pod.name;
     if pod.phase == PodPhase::Terminal {
         return Some((LeftOutCode::Terminal, format!("pod {name} has ended and will not run again")));
@@ -50,9 +43,8 @@ pub(super) fn unfit(pod: &PodFacts, container: Option<&str>) -> Option<(LeftOutC
     if pod.terminating {
         return Some((LeftOutCode::Terminating, format!("pod {name} is being deleted")));
     }
-    if let Some(container) = container.filter(|container| !pod.containers.contains(*container)) {
-        let there: Vec<_> = pod.containers.iter().map(String::as_str).collect();
-        let message = format!("pod {name} has no container {container}; it has {}", there.join(", "));
+    if let Some(container) = &pod.missing_container {
+        let message = format!("pod {name} has no container {container}, which its annotation weightsync.dev/container names");
         return Some((LeftOutCode::NoContainer, message));
     }
     if pod.phase == PodPhase::Pending {
@@ -78,7 +70,7 @@ fn single_pods<'a>(pool: &PoolSpec, pods: &[&'a PodFacts], left_out: &mut Vec<Le
                 _ => format!("{}/{}:{port}", pool.name, pod.name),
             };
             let unit = Unit { name: MemberName(name), head: pod, pods: vec![pod.to_ref()], port: *port };
-            match unfit(pod, pool.container.as_deref()) {
+            match unfit(pod) {
                 None => units.push(unit),
                 Some((code, message)) => left_out.push(unit.left_out(code, message)),
             }
@@ -100,12 +92,12 @@ fn groups<'a>(pool: &PoolSpec, spec: &GroupSpec, pods: &[&'a PodFacts], left_out
     let mut units = Vec::new();
     for (group, pods) in by_group {
         let name = MemberName(format!("{}/{group}", pool.name));
-        match whole(pool, spec, group, &pods) {
+        match whole(spec, group, &pods) {
             Ok((head, whole)) => {
                 units.extend(pool.ports.first().map(|port| Unit { name, head, pods: whole, port: *port }));
                 // Pods that remain from an earlier incarnation of the group are not part of it any more.
                 for pod in pods.iter().filter(|pod| !pod.is_live()) {
-                    left_out.extend(unfit(pod, None).map(|(code, message)| pod_left_out(pool, pod, code, message)));
+                    left_out.extend(unfit(pod).map(|(code, message)| pod_left_out(pool, pod, code, message)));
                 }
             }
             Err((code, message)) => {
@@ -123,13 +115,8 @@ fn pod_left_out(pool: &PoolSpec, pod: &PodFacts, code: LeftOutCode, message: Str
 }
 
 /// The head and all pods of a group (head first), or what the group lacks.
-fn whole<'a>(
-    pool: &PoolSpec,
-    spec: &GroupSpec,
-    group: &str,
-    pods: &[&'a PodFacts],
-) -> Result<(&'a PodFacts, Vec<PodRef>), (LeftOutCode, String)> {
-    let is_head = |pod: &PodFacts| pod.labels.get(&spec.head_label) == Some(&spec.head_value);
+fn whole<'a>(spec: &GroupSpec, group: &str, pods: &[&'a PodFacts]) -> Result<(&'a PodFacts, Vec<PodRef>), (LeftOutCode, String)> {
+    let is_head = |pod: &PodFacts| spec.head.iter().all(|(label, value)| pod.labels.get(label) == Some(value));
     let mut live: Vec<&'a PodFacts> = pods.iter().copied().filter(|pod| pod.is_live()).collect();
     let gone = pods.len() - live.len();
     let wanted = spec.pods as usize;
@@ -147,16 +134,16 @@ fn whole<'a>(
         let message = format!("group {group} has {} pods, replica.pods says {wanted}: correct one of the two", live.len());
         return Err((LeftOutCode::GroupTooLarge, message));
     }
-    // Only the head runs the engine's server, so only there must the container of the spec exist.
     for pod in &live {
-        if let Some(reason) = unfit(pod, pool.container.as_deref().filter(|_| is_head(pod))) {
+        if let Some(reason) = unfit(pod) {
             return Err(reason);
         }
     }
     let mut heads = live.iter().copied().filter(|pod| is_head(pod));
     let (Some(head), None) = (heads.next(), heads.next()) else {
         let count = live.iter().filter(|pod| is_head(pod)).count();
-        let message = format!("group {group}: {count} pods have the label {}={}, the head must be one", spec.head_label, spec.head_value);
+        let labels: Vec<_> = spec.head.iter().map(|(label, value)| format!("{label}={value}")).collect();
+        let message = format!("group {group}: {count} pods have the labels {}, the head must be one", labels.join(", "));
         return Err((LeftOutCode::HeadUnclear, message));
     };
     live.sort_by_key(|pod| (pod.uid != head.uid, pod.index, &pod.name));

@@ -26,7 +26,7 @@ pub(super) fn find<'a>(spec: &TrainerSpec, pods: &[&'a PodFacts]) -> Trainer<'a>
     let mut left_out = Vec::new();
     let live: Vec<&'a PodFacts> = pods.iter().copied().filter(|pod| pod.is_live()).collect();
     for pod in pods.iter().filter(|pod| !pod.is_live()) {
-        if let Some((code, message)) = unfit(pod, None) {
+        if let Some((code, message)) = unfit(pod) {
             left_out.push(out(pod, code, message));
         }
     }
@@ -57,7 +57,7 @@ fn in_order<'a>(
     match &spec.order {
         Order::Auto => match live {
             // A retried Job leaves ended pods; if indices exist, they still show which one is first.
-            _ if all.iter().all(|pod| pod.index.is_some()) => numbered(spec, &Order::Ordinal, all, live),
+            _ if all.iter().all(|pod| pod.index.is_some()) => numbered(spec, order::by_index, all, live),
             [] => Err(format!("every trainer pod is ending or has ended: {}", names(all))),
             [only] => Ok(vec![only]),
             several => Err(format!(
@@ -66,8 +66,7 @@ fn in_order<'a>(
                 names(several)
             )),
         },
-        Order::Ordinal | Order::Label(_) => numbered(spec, &spec.order, all, live),
-        Order::Name => by_name(all, live),
+        Order::Label(label) => numbered(spec, |pod| order::by_label(label, pod), all, live),
         Order::Explicit(listed) => explicit(spec, listed, all, live, left_out),
     }
 }
@@ -80,14 +79,21 @@ fn names(pods: &[&PodFacts]) -> String {
     if more > 0 { format!("{} and {more} more", names.join(", ")) } else { names.join(", ") }
 }
 
-fn numbered<'a>(spec: &TrainerSpec, order: &Order, all: &[&'a PodFacts], live: &[&'a PodFacts]) -> Result<Vec<&'a PodFacts>, String> {
-    let number = |pod: &PodFacts| match order::key(order, pod)? {
+/// The live pods by their number, if exactly one has each number of a source, counted from 0. A pod with a higher number is never taken
+/// instead: another rank would lead a trainer that lost its first pod.
+fn numbered<'a>(
+    spec: &TrainerSpec,
+    key: impl Fn(&PodFacts) -> Result<Key, String>,
+    all: &[&'a PodFacts],
+    live: &[&'a PodFacts],
+) -> Result<Vec<&'a PodFacts>, String> {
+    let number = |pod: &PodFacts| match key(pod)? {
         Key::Number(number) => Ok(number),
         Key::Text(text) => Err(format!("pod {} has the order label value {text:?}, a trainer's must be an integer", pod.name)),
     };
     let mut ordered = live.iter().map(|pod| Ok((number(pod)?, *pod))).collect::<Result<Vec<_>, String>>()?;
     ordered.sort_by_key(|(number, pod)| (*number, &pod.name));
-    for wanted in u64::from(spec.first_index)..u64::from(spec.first_index) + u64::from(spec.sources) {
+    for wanted in 0..u64::from(spec.sources) {
         let same: Vec<&PodFacts> = ordered.iter().filter(|(number, _)| *number == wanted).map(|(_, pod)| *pod).collect();
         match same.as_slice() {
             [_] => {}
@@ -96,7 +102,7 @@ fn numbered<'a>(spec: &TrainerSpec, order: &Order, all: &[&'a PodFacts], live: &
                     Some(pod) => format!("trainer pod {} with index {wanted} is ending or has ended; waiting for the next one", pod.name),
                     None => format!(
                         "no trainer pod has index {wanted}, the first in order (there are {}); waiting for it, \
-                         or set spec.trainer.order.firstIndex",
+                         or list the pods in spec.trainer.order.names",
                         names(all)
                     ),
                 });
@@ -104,23 +110,7 @@ fn numbered<'a>(spec: &TrainerSpec, order: &Order, all: &[&'a PodFacts], live: &
             several => return Err(format!("{} trainer pods have index {wanted}: {}", several.len(), names(several))),
         }
     }
-    ordered.retain(|(number, _)| *number >= u64::from(spec.first_index));
     Ok(ordered.into_iter().map(|(_, pod)| pod).collect())
-}
-
-fn by_name<'a>(all: &[&'a PodFacts], live: &[&'a PodFacts]) -> Result<Vec<&'a PodFacts>, String> {
-    let mut ordered = live.to_vec();
-    ordered.sort_by_key(|pod| &pod.name);
-    let first = ordered.first();
-    // A pod with a stable name that is ending comes back under it; taking the next one meanwhile would change the rank that leads.
-    let away = all.iter().filter(|pod| !pod.is_live() && pod.stable_name);
-    if let Some(pod) = away.min_by_key(|pod| &pod.name).filter(|pod| first.is_none_or(|first| pod.name < first.name)) {
-        return Err(format!("trainer pod {}, the first by name, is ending or has ended; waiting for the next one", pod.name));
-    }
-    if ordered.is_empty() {
-        return Err(format!("every trainer pod is ending or has ended: {}", names(all)));
-    }
-    Ok(ordered)
 }
 
 fn explicit<'a>(
@@ -178,7 +168,7 @@ fn fit_sources<'a>(spec: &TrainerSpec, mut ordered: Vec<&'a PodFacts>, left_out:
     }
     let followers = ordered.split_off(wanted);
     for pod in &ordered {
-        if let Some((code, message)) = unfit(pod, spec.container.as_deref()) {
+        if let Some((code, message)) = unfit(pod) {
             left_out.push(out(pod, code, message.clone()));
             return Err(format!("the trainer's first pod cannot lead: {message}"));
         }

@@ -49,6 +49,30 @@ pub struct UpdatePolicy {
     pub canary: Option<CanaryPolicy>,
 }
 
+/// The defaults of the resource.
+impl Default for UpdatePolicy {
+    fn default() -> Self {
+        Self {
+            delivery: Delivery::Agent,
+            pause: PausePolicy::Keep,
+            kv_cache: KvCachePolicy::Reset,
+            min_ready: 1,
+            max_unavailable: 0,
+            max_skew: None,
+            silence_ms: 10_000,
+            update_timeout_ms: 600_000,
+            retain_bytes: u64::MAX,
+            keep: 1,
+            bucket_bytes: 0,
+            digest: Digest::Blake3,
+            data_tls: true,
+            transport: TransportPolicy::default(),
+            health: HealthPolicy { period_ms: 2000, timeout_ms: 5000, failure_threshold: 3, success_threshold: 1 },
+            canary: None,
+        }
+    }
+}
+
 fn one() -> u32 {
     1
 }

@@ -35,184 +35,108 @@ macro_rules! reasons {
 }
 
 reasons! {
-    /// A group was formed: every member committed the epoch.
+    /// A group was formed: every member committed the epoch. Or a restarted controller took over a running group without touching it.
     GroupFormed,
-    /// A restarted controller took over a running group without touching it.
-    GroupAdopted,
+    /// A group is being formed: members prepare or commit. Or a controller that started waits for the agents before it decides anything.
+    GroupForming,
     /// An epoch was fenced: its members abort it and refuse all messages that carry it.
     GroupFenced,
-    /// A group is being formed: members prepare or commit.
-    GroupForming,
-    /// A controller that started waits for the agents before it decides anything.
-    Adopting,
+    /// The member did not prepare or commit the epoch within its deadline, or refused to; the message has the cause.
+    FormationFailed,
+    /// The policies of the group or `spec.targetVersion` changed; a new epoch carries the change to the members.
+    SpecChanged,
     /// The member serves the current version.
     MemberReady,
     /// The member joined an existing group.
     MemberJoined,
-    /// The member left the group in good order.
+    /// The member left, or leaves at the next boundary: its pod is being deleted, has ended, is gone, or is not selected any more.
     MemberLeft,
-    /// The member waits for the next epoch, which is delayed so that others can join with it.
+    /// The member waits to join: for others that could join with it, for the end of the running update, or for the next version
+    /// (`membership.join: NextVersion`).
     JoinPending,
-    /// The member waits until the running update ends.
-    WaitsForUpdate,
-    /// The member waits for the next version, because of `membership.join: NextVersion`.
-    WaitsForNextVersion,
-    /// The member lacks what `spec.transport` requires.
-    TransportUnavailable,
-    /// The GPU worker process of the member's agent ended, and with it the communicator of the group.
-    GpuWorkerLost,
-    /// The member takes part in an update.
+    /// A new incarnation of the member's agent, engine or pod replaced the previous one. An engine that restarted does not serve before it
+    /// holds the current version.
+    MemberRestarted,
+    /// The member refused or failed updates repeatedly, or was in one for longer than `update.timeoutSeconds`.
+    MemberFailed,
+    /// The member failed repeatedly and waits before it may join again; others are not held up.
+    BackingOff,
+    /// The member takes part in an update, or lacks the current version and is being fed.
     Updating,
-    /// The member lacks the current version and is being fed.
-    BeingFed,
+    /// An update failed; the version did not move.
+    UpdateFailed,
     /// At least minReady replicas serve a higher version than before.
     VersionReached,
-    /// `spec.targetVersion` changed the version that the group should hold; a new epoch carries the change to the members.
-    TargetChanged,
-    /// Members are being switched to the version in `spec.targetVersion`.
-    RollingBack,
-    /// At least minReady replicas serve the earlier version in `spec.targetVersion`.
+    /// Members are being switched to the earlier version in `spec.targetVersion`, or at least minReady replicas serve it.
     RolledBack,
     /// No member keeps the version in `spec.targetVersion`; the message lists the kept versions.
     TargetVersionMissing,
     /// The canary refused a version; the message lists the replicas and what they measured. If most of the checked replicas refused it, the
     /// group returns to the previous version. Otherwise only the replicas that refused it do not serve.
     VersionRefused,
-    /// The engine cannot answer the canary; the message names what it lacks.
-    CanaryUnavailable,
-    /// The policies of the group changed; a new epoch carries them to the members.
-    PolicyChanged,
-    /// No agent has announced itself for the member.
-    AgentMissing,
-    /// The releases of the member's agent and this controller have no protocol in common.
-    AgentIncompatible,
-    /// The member's agent announced an address that is not its pod's; the controller does not connect to it.
-    AddressRefused,
-    /// The member makes a false claim: a role that is not its own, an epoch that no controller wrote, or a version that no source
-    /// announced. The message has the claim. It has no effect.
-    ClaimRefused,
-    /// The connection to the member's agent closed and could not be opened again.
-    AgentLost,
-    /// The member's agent sent nothing for as long as three heartbeats.
-    AgentSilent,
-    /// A new incarnation of the member's agent or pod replaced the previous one.
-    AgentRestarted,
-    /// The engine does not pass its health probes.
-    EngineUnhealthy,
-    /// The engine restarted; it does not serve before it holds the current version.
-    EngineRestarted,
-    /// The engine's HTTP front answers, but the engine computes nothing: only a restart of its pod ends that.
-    EngineWedged,
-    /// A pod with a wedged engine was deleted, because of `update.onWedged: RestartPod`.
-    PodReplaced,
-    /// An install began and did not end well: the replica does not serve until it is fed in full.
-    InstallFailed,
-    /// The last change of the engine ended without proof of what it holds or that it runs. Its agent asks the engine until the version is
-    /// proven, or the replica is fed.
-    EngineUnproven,
-    /// The first version of the engine cannot be compared with its start-up checkpoint; the message has the cause.
-    CheckpointUnread,
-    /// The number of the engine's worker ranks differs from the spec.
-    SizeMismatch,
-    /// The member did not prepare within its deadline.
-    PrepareTimeout,
-    /// The member refused to prepare.
-    PrepareRefused,
-    /// The engine does not support what the spec requires; the message names it, and what to change.
-    Unsupported,
-    /// The member did not commit within its deadline.
-    CommitTimeout,
-    /// The member refused to commit.
-    CommitRefused,
-    /// Other members cannot reach the member.
-    PeerUnreachable,
-    /// The preflight measured every edge to the member as far slower than the others; the message has both figures.
-    SlowEdge,
-    /// The preflight found that an edge to the member does not carry bytes; the message names both members.
-    BrokenEdge,
-    /// The member refused or failed updates repeatedly.
-    UpdateRefused,
-    /// An update failed; the version did not move.
-    UpdateFailed,
-    /// The member was in an update for longer than `update.timeoutSeconds`.
-    UpdateStuck,
-    /// The member failed repeatedly and waits before it may join again; others are not held up.
-    BackingOff,
-    /// The pod is being deleted; the member leaves at the next boundary.
-    Terminating,
-    /// The pod is gone, or not selected any more.
-    NotCandidate,
-    /// The pod is claimed by another object.
-    ClaimedByOther,
-    /// The spec is valid, and no older object claims its pods.
-    Accepted,
-    /// The spec contradicts itself; the message names the field and what to change.
-    InvalidSpec,
-    /// An older object selects one of the pods; the message names it.
-    PodClaimed,
-    /// The pod is selected, but lacks the opt-in label `weightsync.dev/role`.
-    NotOptedIn,
-    /// Two pools select the pod.
-    SelectedTwice,
-    /// The pod succeeded or failed and never runs again.
-    PodEnded,
-    /// The pod's containers have not all started.
-    PodNotRunning,
-    /// The pod is not ready, for another cause than an update.
-    PodNotReady,
-    /// The pod has no container with the name in the spec.
-    ContainerMissing,
-    /// The pod lacks the label of its group.
-    GroupLabelMissing,
-    /// The group of pods that makes the replica lacks pods.
-    GroupIncomplete,
-    /// The group of pods that makes the replica has more pods than `replica.pods`.
-    GroupTooLarge,
-    /// No pod of the group, or more than one, is its head.
-    HeadUnclear,
-    /// The order uses an index or label that the pod lacks.
-    OrderKeyMissing,
-    /// An explicit order needs names that stay the same when a pod is recreated; this pod's name changes.
-    UnstableName,
-    /// The explicit order lists a name that no selected pod has.
-    UnknownName,
-    /// The explicit order does not list the pod.
-    NotListed,
-    /// No trainer's agent takes part, so no publish is possible.
-    NoSource,
-    /// No rollout can take part.
-    NoRollout,
-    /// No member retains the current version: members that lack it wait for the next one.
-    NoFeeder,
-    /// Fewer replicas than minReady are in the group.
-    BelowMinReady,
-    /// The epoch could not be written; the group stays unchanged.
-    PersistFailed,
-    /// Another controller wrote the epoch: this one stops deciding.
-    PersistConflict,
     /// No version was published yet.
     NoVersion,
-    /// The state matches the spec.
-    AsWanted,
-    /// Agents of all members can be reached.
-    AgentsReachable,
+    /// The member lacks what `spec.transport` requires.
+    TransportUnavailable,
+    /// The GPU worker process of the member's agent ended, and with it the communicator of the group.
+    GpuWorkerLost,
+    /// Other members cannot reach the member.
+    PeerUnreachable,
+    /// The preflight measured every edge to the member as far slower than the others, or an edge to it carries no bytes; the message has the
+    /// figures and both members.
+    BadEdge,
+    /// No agent has announced itself for the member, or its container does not run under an agent although the object has
+    /// `agent.launch: Wrap`.
+    AgentMissing,
+    /// The connection to the member's agent closed and could not be opened again, or the agent sent nothing for as long as three heartbeats.
+    AgentLost,
     /// An agent was added to a running pod as an ephemeral container.
     AgentLaunched,
-    /// An agent could not be added to a running pod; the message has the cause.
+    /// An agent could not be added to a running pod: the API server refused, the pod reached its limit of ephemeral agents, or its annotation
+    /// does not allow the Secret that the object names. The message has the cause.
     AgentLaunchFailed,
-    /// The object names a Secret for its engines' API key that the pod's annotation `weightsync.dev/api-key-secret` does not name: the pod
-    /// gets no agent.
-    ApiKeyNotAllowed,
-    /// The single-use token of an ephemeral agent was used with two keys: both are refused, and the pod gets a new agent.
-    TokenStolen,
-    /// The pod reached the limit of ephemeral agents for one pod: recreate the pod, or use the sidecar.
-    AgentLaunchesExhausted,
-    /// The object has `agent.launch: Wrap`, and the pod was created without that.
-    NotWrapped,
-    /// The object is suspended: its pods were released.
+    /// The member makes a false claim: a role that is not its own, an epoch that no controller wrote, a version that no source announced, or
+    /// a token that another process used. The message has the claim. It has no effect.
+    ClaimRefused,
+    /// The engine does not pass its health probes.
+    EngineUnhealthy,
+    /// The engine's HTTP front answers, but the engine computes nothing: only a restart of its pod ends that. With
+    /// `update.onWedged: RestartPod` the controller deletes the pod.
+    EngineWedged,
+    /// An install began and did not end well: the replica does not serve until it is fed in full.
+    InstallFailed,
+    /// It is not proven what the engine holds or that it runs; the message has the cause. Its agent asks the engine until the version is
+    /// proven, or the replica is fed.
+    EngineUnproven,
+    /// The engine or the agent does not support what the spec or this controller requires; the message names it, and what to change.
+    Unsupported,
+    /// The number of the engine's worker ranks differs from the spec.
+    SizeMismatch,
+    /// The pod does not fit the spec: the opt-in label `weightsync.dev/role`, the label of its group or the container is missing, two pools
+    /// select it, or its agent announced an address that is not the pod's. The message names what.
+    PodMismatch,
+    /// The place of the pod is unclear: an order lists a name that no pod has, does not list the pod, or uses a label that the pod lacks; or
+    /// a group has too many pods or not one head. The message names what.
+    OrderMismatch,
+    /// The pod is not ready, for another cause than an update: its containers have not all started, or the group of pods that makes the
+    /// replica lacks pods.
+    PodNotReady,
+    /// Another object claims the pod; the message names it.
+    PodClaimed,
+    /// The spec contradicts itself; the message names the field and what to change.
+    InvalidSpec,
+    /// No trainer's agent takes part, so no publish is possible.
+    NoSource,
+    /// Fewer replicas than minReady are in the group.
+    BelowMinReady,
+    /// No member retains the current version: members that lack it wait for the next one.
+    NoFeeder,
+    /// The epoch could not be written, or another controller wrote it: this one stops deciding.
+    PersistFailed,
+    /// The state matches the spec.
+    AsWanted,
+    /// The object is suspended: its pods are being released, or were released and serve their current weights.
     Suspended,
-    /// The pods were released: they serve their current weights.
-    Released,
 }
 
 impl fmt::Display for Reason {

@@ -18,10 +18,10 @@ use super::verify::Verifier;
 use super::{DemoArgs, DemoEngine};
 use weightsync_agent::client::SocketName;
 use weightsync_agent::client::trainer::TrainerClient;
-use weightsync_coordinator::local::{EngineProgram, Group, GroupSpec, PodSpec, UpdateFile, free_port};
-use weightsync_core::membership::{GroupStage, MembershipView};
+use weightsync_coordinator::local::{EngineProgram, Group, GroupSpec, PodSpec, default_policy, free_port};
+use weightsync_core::membership::{GroupStage, JoinPolicy, MembershipView};
 use weightsync_core::protocol::{
-    Activation, ClientRequest, EngineAssignment, PausePolicy, Preflight, PublishResult, QueuePolicy, Role, TransportPolicy, TransportWish,
+    Activation, ClientRequest, EngineAssignment, PausePolicy, Preflight, PublishResult, QueuePolicy, TransportPolicy, TransportWish,
 };
 use weightsync_core::weights::safetensors::Checkpoint;
 use weightsync_net::shutdown;
@@ -327,21 +327,21 @@ fn group_spec(args: &DemoArgs, folder: &Path, versions: &Path, replicas: &[Repli
     let program = std::env::current_exe().context("this program's own path is unknown")?;
     // One GPU a pod, or none for all.
     let gpu = |place: usize| gpus.get(place).cloned().into_iter().collect();
-    let trainer = PodSpec { name: "trainer".into(), role: Role::Source, size: 1, gpus: gpu(0), engine: None };
+    let trainer = PodSpec { name: "trainer".into(), pool: None, size: 1, gpus: gpu(0), engine: None };
     let rollouts = replicas.iter().zip(1..).map(|(replica, place)| {
         let model = folder.join(if args.engine == DemoEngine::SimulatedFastdeploy { &replica.name } else { "v0" });
         let (command, environment) = command(args, &program, &model, replica.port, gpus.get(place));
         let assignment = EngineAssignment { kind: args.engine.kind().into(), port: replica.port };
         PodSpec {
             name: replica.name.clone(),
-            role: Role::Rollout,
+            pool: Some("actors".into()),
             size: 1,
             gpus: gpu(place),
             engine: Some(EngineProgram { assignment, command, environment }),
         }
     });
-    let update = UpdateFile { health_period_milliseconds: 500, ..UpdateFile::default() };
-    let mut policy = update.policy();
+    let mut policy = default_policy();
+    policy.health.period_ms = 500;
     if matches!(args.engine, DemoEngine::SimulatedLmdeploy | DemoEngine::SimulatedFastdeploy) {
         // Their pauses keep no request.
         policy.pause = PausePolicy::Abort;
@@ -364,8 +364,9 @@ fn group_spec(args: &DemoArgs, folder: &Path, versions: &Path, replicas: &[Repli
         versions: versions.to_owned(),
         pods: std::iter::once(trainer).chain(rollouts).collect(),
         policy,
+        join: JoinPolicy::Immediate,
         target: None,
-        debounce: Duration::from_millis(u64::from(update.debounce_milliseconds)),
+        debounce: Duration::from_millis(200),
         guard: program.clone(),
         program,
     })

@@ -7,7 +7,7 @@ fn object(transport: &Value, status: &Value) -> WeightSync {
         "apiVersion": "weightsync.dev/v1alpha1", "kind": "WeightSync", "metadata": {"name": "run"},
         "spec": {
             "trainer": {"selector": {"matchLabels": {"app": "trainer"}}},
-            "rollouts": [{"name": "actors", "selector": {"matchLabels": {"app": "actor"}}, "engine": {"vllm": {"ports": [8000]}}}],
+            "rollouts": [{"name": "actors", "selector": {"matchLabels": {"app": "actor"}}, "engine": {"kind": "VLLM", "ports": [8000]}}],
             "transport": transport,
         },
         "status": status,
@@ -19,8 +19,8 @@ fn object(transport: &Value, status: &Value) -> WeightSync {
 fn object_without_edges_is_refused_with_what_to_change() {
     let error = |transport: Value, status: Value| refuse(&object(&transport, &status)).unwrap_err().to_string();
     assert!(error(json!({"preflight": "Off"}), json!({})).contains("set it to Auto"));
-    assert!(error(json!({"auto": {}}), json!({"transport": {"name": "nccl", "reason": "r"}})).contains("NCCL"));
-    assert!(refuse(&object(&json!({"tcp": {}}), &json!({}))).is_ok());
+    assert!(error(json!({}), json!({"transport": {"name": "nccl", "reason": "r"}})).contains("NCCL"));
+    assert!(refuse(&object(&json!({"type": "TCP"}), &json!({}))).is_ok());
 }
 
 #[test]
@@ -31,8 +31,8 @@ fn table_names_a_slow_edge_and_who_is_left_out() {
     });
     let slow = json!({"from": "actors/a", "to": "actors/b", "fromNode": "n2", "toNode": "n3", "verdict": "Slow", "message": "a tenth"});
     let preflight = json!({"state": "Done", "transport": "tcp", "measured": 3, "milliseconds": 420, "edges": [slow, good]});
-    let out = json!({"name": "actors/c", "size": 1, "state": "Out", "reason": "BrokenEdge", "message": "no bytes"});
-    let object = object(&json!({"auto": {}}), &json!({"preflight": preflight, "members": [out]}));
+    let out = json!({"name": "actors/c", "size": 1, "state": "Out", "reason": "BadEdge", "message": "no bytes"});
+    let object = object(&json!({}), &json!({"preflight": preflight, "members": [out]}));
     let text = table(&object, object.status.as_ref().unwrap().preflight.as_ref().unwrap());
     for words in [
         "n2 > n3",

@@ -51,9 +51,7 @@ pub(super) fn object(object: &WeightSync) -> Value {
     if let Some(canary) = &mut spec.canary {
         canary.prompt.clear();
     }
-    if let Some(nccl) = spec.transport.as_mut().and_then(|transport| transport.nccl.as_mut()) {
-        nccl.env.retain(|name, _| NCCL_ENV.contains(&name.as_str()));
-    }
+    spec.transport.nccl_env.retain(|name, _| NCCL_ENV.contains(&name.as_str()));
     json!({"metadata": metadata(&object.metadata), "spec": spec, "status": object.status})
 }
 

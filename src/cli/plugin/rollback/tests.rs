@@ -7,7 +7,7 @@ fn object(spec: &Value, status: &Value) -> WeightSync {
         "apiVersion": "weightsync.dev/v1alpha1", "kind": "WeightSync", "metadata": {"name": "run", "generation": 2},
         "spec": {
             "trainer": {"selector": {"matchLabels": {"app": "trainer"}}},
-            "rollouts": [{"name": "actors", "selector": {"matchLabels": {"app": "actor"}}, "engine": {"vllm": {"ports": [8000]}}}],
+            "rollouts": [{"name": "actors", "selector": {"matchLabels": {"app": "actor"}}, "engine": {"kind": "VLLM", "ports": [8000]}}],
         },
         "status": status,
     });
@@ -51,10 +51,10 @@ fn it_is_there_when_the_controller_says_so_of_this_generation() {
         let status = json!({"observedGeneration": generation, "version": version, "members": members, "conditions": conditions});
         progress(&object(&json!({}), &status), 5, Some(2))
     };
-    let synced = json!([condition("Synced", "VersionReached")]);
-    assert_eq!(at(1, 5, &synced), Progress::Moving(1, 2));
-    assert_eq!(at(2, 7, &synced), Progress::Moving(1, 2));
-    assert_eq!(at(2, 5, &json!([])), Progress::Moving(1, 2));
-    assert_eq!(at(2, 5, &synced), Progress::There);
+    let settled = json!([]);
+    assert_eq!(at(1, 5, &settled), Progress::Moving(1, 2));
+    assert_eq!(at(2, 7, &settled), Progress::Moving(1, 2));
+    assert_eq!(at(2, 5, &json!([condition("Progressing", "Updating")])), Progress::Moving(1, 2), "members are fed");
+    assert_eq!(at(2, 5, &settled), Progress::There);
     assert_eq!(at(2, 7, &json!([condition("Degraded", "TargetVersionMissing")])), Progress::Missing("kept are: 7".to_owned()));
 }

@@ -8,7 +8,7 @@ fn object() -> WeightSync {
             "apiVersion": "weightsync.dev/v1alpha1", "kind": "WeightSync", "metadata": {"name": "run", "namespace": "rl"},
             "spec": {
                 "trainer": {"selector": {"matchLabels": {"app": "trainer"}}},
-                "rollouts": [{"name": "actors", "selector": {"matchLabels": {"app": "actor"}}, "engine": {"vllm": {"ports": [8000]}}}]
+                "rollouts": [{"name": "actors", "selector": {"matchLabels": {"app": "actor"}}, "engine": {"kind": "VLLM", "ports": [8000]}}]
             },
             "status": {
                 "epoch": 4, "worldSize": 3, "version": 7, "refused": [6, 8], "replicas": {"total": 2, "ready": 1, "display": "1/2"},

@@ -137,7 +137,7 @@ fn running_update_is_not_cut_off_by_a_feeding_epoch() {
     desk.serves(3);
     desk.tell(2, |state| (state.installed, state.phase) = (None, MemberPhase::Updating));
     assert!(!persists(&desk.wait(30_000, &[0, 1, 2])));
-    assert_eq!(desk.member(2).reason, Reason::BeingFed);
+    assert_eq!(desk.member(2).reason, Reason::Updating);
 }
 
 #[test]
@@ -148,5 +148,5 @@ fn epoch_formed_for_feeding_names_member_and_version() {
     let decisions = desk.wait(10_000, &[0, 1, 2]);
     desk.obey(decisions);
     let (_, message) = desk.event(Reason::GroupFormed).unwrap();
-    assert!(message.starts_with("epoch 2: ") && message.ends_with("(BeingFed: actors/r2 without version 3)"), "{message}");
+    assert!(message.starts_with("epoch 2: ") && message.ends_with("(Updating: actors/r2 without version 3)"), "{message}");
 }

@@ -181,6 +181,6 @@ fn a_restarted_controller_takes_a_group_over_that_went_back() {
         next.obey(decisions);
     }
     next.wait(10_000, &[0, 1, 2]);
-    assert!(next.event(Reason::GroupAdopted).is_some());
+    assert!(next.event(Reason::GroupFormed).is_some());
     assert_eq!((next.epoch(), version(&next)), (desk.epoch(), Some(1)));
 }

@@ -45,7 +45,7 @@ fn a_joiner_waits_until_the_running_update_ends() {
         desk.leads(4, attempt, UpdatePhase::Transfer, &[(1, InstallStep::Receiving)]);
         assert!(!persists(&desk.wait(3_000, &[0, 1, 2])));
     }
-    assert_eq!(desk.member(2).reason, Reason::WaitsForUpdate);
+    assert_eq!(desk.member(2).reason, Reason::JoinPending);
     let done = desk.leads(4, 4, UpdatePhase::Done, &[(1, InstallStep::Installed)]);
     assert!(persists(&done));
 }
@@ -61,7 +61,7 @@ fn silent_update_does_not_delay_others() {
 fn with_next_version_a_joiner_waits_for_the_version_to_rise() {
     let mut desk = with_joiner(JoinPolicy::NextVersion, 1);
     assert!(!persists(&desk.wait(60_000, &[0, 1, 2])));
-    assert_eq!(desk.member(2).reason, Reason::WaitsForNextVersion);
+    assert_eq!(desk.member(2).reason, Reason::JoinPending);
     let decisions = desk.tell(1, |state| state.installed = Some(held(4)));
     assert!(persists(&decisions));
 }
@@ -111,7 +111,7 @@ fn agent_of_another_protocol_is_left_out_naming_releases() {
     let announcement = Announcement { speaks: newer, program: "7.0.0".into(), ..desk.announcement(2) };
     desk.see(Observation::Announced(announcement));
     let shown = desk.member(2);
-    assert_eq!((shown.standing, shown.reason), (MemberStanding::Out, Reason::AgentIncompatible), "{shown:?}");
+    assert_eq!((shown.standing, shown.reason), (MemberStanding::Out, Reason::Unsupported), "{shown:?}");
     assert!(
         shown.message.contains("(7.0.0) speaks protocol 8 to 9") && shown.message.contains("upgrade the controller first"),
         "{shown:?}"
@@ -134,12 +134,12 @@ fn member_at_a_foreign_address_is_left_out_and_named() {
     }
     desk.see(refused(desk.announcement(2)));
     let shown = desk.member(2);
-    assert_eq!((shown.standing, shown.reason), (MemberStanding::Out, Reason::AddressRefused), "{shown:?}");
+    assert_eq!((shown.standing, shown.reason), (MemberStanding::Out, Reason::PodMismatch), "{shown:?}");
     assert_eq!(shown.message, "not the pod's");
     // A life that was announced well is not thrown out by what it announces later.
     desk.see(refused(desk.announcement(1)));
     assert_eq!(desk.member(1).standing, MemberStanding::Ready);
     // It is a member once it announces its own address.
     desk.see(Observation::Announced(desk.announcement(2)));
-    assert_ne!(desk.member(2).reason, Reason::AddressRefused);
+    assert_ne!(desk.member(2).reason, Reason::PodMismatch);
 }

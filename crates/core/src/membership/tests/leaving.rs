@@ -43,7 +43,7 @@ fn silent_agent_is_left_out_after_three_heartbeats() {
     let decisions = desk.see(Observation::EpochPersisted { epoch: 2 });
     let fenced = decisions.iter().any(|decision| matches!(decision, Decision::Fence { to, .. } if *to == [life(2, 1)]));
     assert!(fenced, "{decisions:?}");
-    assert_eq!(desk.member(2).reason, Reason::AgentSilent);
+    assert_eq!(desk.member(2).reason, Reason::AgentLost);
 }
 
 #[test]
@@ -130,7 +130,7 @@ fn a_member_that_is_in_one_update_for_ever_is_left_out() {
     assert!(!persists(&decisions), "{decisions:?}");
     let decisions = desk.wait(2_000, &[0, 1, 2]);
     assert!(persists(&decisions));
-    assert_eq!(desk.event(Reason::UpdateStuck).unwrap().0, Some(name(2)));
+    assert_eq!(desk.event(Reason::MemberFailed).unwrap().0, Some(name(2)));
 }
 
 #[test]
@@ -166,8 +166,8 @@ fn source_learns_that_the_last_rollout_is_gone() {
     let decisions = desk.lose(1);
     assert!(!persists(&decisions));
     assert!(decisions.iter().any(|decision| matches!(decision, Decision::Fence { to, .. } if *to == [life(0, 1)])));
-    assert_eq!((desk.member(0).standing, desk.member(0).reason), (MemberStanding::Waiting, Reason::NoRollout));
-    assert!(desk.reasons().contains(&Reason::NoRollout));
+    assert_eq!((desk.member(0).standing, desk.member(0).reason), (MemberStanding::Waiting, Reason::BelowMinReady));
+    assert!(desk.reasons().contains(&Reason::BelowMinReady));
 }
 
 /// Story F44.
@@ -193,7 +193,7 @@ fn restarted_engine_is_named_once() {
     let mut desk = Desk::formed(2);
     let named = |decisions: &[Decision]| {
         let of = |decision: &Decision| match decision {
-            Decision::Event { reason: Reason::EngineRestarted, member, warning, .. } => Some((member.clone(), *warning)),
+            Decision::Event { reason: Reason::MemberRestarted, member, warning, .. } => Some((member.clone(), *warning)),
             _ => None,
         };
         decisions.iter().filter_map(of).collect::<Vec<_>>()

@@ -72,7 +72,7 @@ fn update_reported_by_a_member_that_leads_nothing_is_ignored() {
     }
     let decisions = desk.wait(5_000, &[0, 1, 2, 3]);
     assert!(!persists(&decisions), "{decisions:?}");
-    assert_eq!((desk.epoch(), desk.event(Reason::UpdateRefused), desk.membership.view().update), (1, None, None));
+    assert_eq!((desk.epoch(), desk.event(Reason::MemberFailed), desk.membership.view().update), (1, None, None));
 }
 
 #[test]
@@ -92,7 +92,7 @@ fn update_of_a_pod_that_only_calls_itself_a_source_is_ignored() {
     }
     let decisions = desk.wait(2_500, &[0, 1, 2, 3]);
     assert!(!persists(&decisions), "{decisions:?}");
-    assert_eq!((desk.event(Reason::UpdateRefused), desk.membership.view().update), (None, None));
+    assert_eq!((desk.event(Reason::MemberFailed), desk.membership.view().update), (None, None));
 }
 
 #[test]
@@ -274,5 +274,5 @@ fn member_with_a_foreign_data_address_is_refused_alone() {
     desk.obey(decisions);
     assert!(desk.membership.view().committed, "{:?}", desk.membership.view());
     assert_eq!((desk.member(1).rank_offset, desk.member(2).rank_offset, desk.member(3).rank_offset), (Some(1), Some(2), None));
-    assert!(desk.event(Reason::PrepareRefused).is_some_and(|(_, message)| message.contains("10.0.0.3:2")), "{:?}", desk.member(3));
+    assert!(desk.event(Reason::FormationFailed).is_some_and(|(_, message)| message.contains("10.0.0.3:2")), "{:?}", desk.member(3));
 }

@@ -49,16 +49,16 @@ fn out(desk: &Desk) -> Vec<(MemberName, Reason)> {
 fn slow_member_is_left_out_and_named_while_enough_are_left() {
     let mut desk = Desk::formed(3);
     measured(&mut desk, vec![poor(2, false)]);
-    assert_eq!(out(&desk), [(name(2), Reason::SlowEdge)]);
+    assert_eq!(out(&desk), [(name(2), Reason::BadEdge)]);
     let view = desk.membership.view();
-    assert!(view.committed && view.degraded.iter().any(|found| found.reason == Reason::SlowEdge && found.message.contains(&name(0).0)));
+    assert!(view.committed && view.degraded.iter().any(|found| found.reason == Reason::BadEdge && found.message.contains(&name(0).0)));
     let events = desk.decisions.iter().filter(|decision| {
-        matches!(decision, crate::membership::Decision::Event { reason: Reason::SlowEdge, member: Some(member), .. } if *member == name(2))
+        matches!(decision, crate::membership::Decision::Event { reason: Reason::BadEdge, member: Some(member), .. } if *member == name(2))
     });
     assert_eq!(events.count(), 1);
     // It does not come back at once, to slow the others again.
     desk.wait(60_000, &[0, 1, 2, 3]);
-    assert_eq!(out(&desk), [(name(2), Reason::SlowEdge)]);
+    assert_eq!(out(&desk), [(name(2), Reason::BadEdge)]);
 }
 
 #[test]
@@ -66,7 +66,7 @@ fn slow_member_that_is_needed_stays_and_is_named() {
     let mut desk = needs(3);
     measured(&mut desk, vec![poor(2, false)]);
     assert_eq!(out(&desk), []);
-    let named = |found: &crate::membership::Degradation| found.reason == Reason::SlowEdge && found.member == Some(name(2));
+    let named = |found: &crate::membership::Degradation| found.reason == Reason::BadEdge && found.member == Some(name(2));
     assert!(desk.membership.view().degraded.iter().any(named));
 }
 
@@ -74,14 +74,14 @@ fn slow_member_that_is_needed_stays_and_is_named() {
 fn member_with_a_broken_edge_is_left_out_though_it_is_needed() {
     let mut desk = needs(3);
     measured(&mut desk, vec![poor(2, true)]);
-    assert_eq!(out(&desk), [(name(2), Reason::BrokenEdge)]);
+    assert_eq!(out(&desk), [(name(2), Reason::BadEdge)]);
 }
 
 #[test]
 fn of_two_slow_members_the_slowest_goes_first() {
     let mut desk = needs(2);
     measured(&mut desk, vec![poor(1, false), poor(3, false)]);
-    assert_eq!(out(&desk), [(name(3), Reason::SlowEdge)]);
+    assert_eq!(out(&desk), [(name(3), Reason::BadEdge)]);
 }
 
 #[test]

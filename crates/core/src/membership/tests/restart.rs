@@ -212,7 +212,7 @@ fn pod_of_newer_object_is_kept_and_of_older_one_is_taken() {
         desk.form(2);
         let shown = desk.member(2);
         assert_eq!(shown.standing == MemberStanding::Ready, taken, "{shown:?}");
-        assert_eq!(shown.reason == Reason::ClaimedByOther, !taken);
+        assert_eq!(shown.reason == Reason::PodClaimed, !taken);
         assert_eq!(desk.epoch(), 1, "another object's numbers are not ours");
     }
 }

@@ -149,7 +149,7 @@ fn gdr_is_taken_where_every_member_has_nixl() {
     desk.form(2);
     let choices = commits(&desk);
     assert_eq!((choices.len(), choices[0].gdr), (3, Some(FabricPlan { slots: 4, slot_bytes: 16 << 20, on_gpus: false })));
-    assert!(choices[0].reason.contains("asked for by spec.transport.gdr; NIXL 1.5.1"), "{}", choices[0].reason);
+    assert!(choices[0].reason.contains("spec.transport.type is GDR; NIXL 1.5.1"), "{}", choices[0].reason);
     assert_eq!(desk.membership.view().transport.as_ref().map(TransportChoice::name), Some("gdr"));
 }
 

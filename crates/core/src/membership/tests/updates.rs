@@ -17,7 +17,7 @@ fn misses_of_a_member_that_left_are_forgotten() {
         desk.obey(decisions);
     }
     desk.leads(3, 2, UpdatePhase::Done, &steps);
-    assert_eq!(desk.event(Reason::UpdateRefused), None, "it missed one update since it is here");
+    assert_eq!(desk.event(Reason::MemberFailed), None, "it missed one update since it is here");
 }
 
 #[test]
@@ -105,7 +105,7 @@ fn a_member_that_refuses_twice_is_left_out_of_the_next_epoch() {
             desk.obey(decisions);
         }
     }
-    assert_eq!(desk.event(Reason::UpdateRefused).unwrap(), (Some(name(2)), "full disk".to_owned()));
+    assert_eq!(desk.event(Reason::MemberFailed).unwrap(), (Some(name(2)), "full disk".to_owned()));
     let shown = desk.member(2);
     assert_eq!((shown.standing, shown.reason), (MemberStanding::Out, Reason::BackingOff));
     assert!(shown.message.contains("full disk"), "{}", shown.message);
@@ -121,7 +121,7 @@ fn what_all_refuse_is_the_leaders_fault() {
         let decisions = desk.wait(5_000, &[0, 1, 2]);
         desk.obey(decisions);
     }
-    assert!(desk.event(Reason::UpdateRefused).is_none());
+    assert!(desk.event(Reason::MemberFailed).is_none());
     assert_eq!(desk.membership.view().world_size, 3);
 }
 

@@ -32,7 +32,7 @@ fn a_group_of_pods_is_one_replica_with_its_head_first() {
 #[test]
 fn the_head_stands_first_wherever_its_name_would_stand() {
     let mut spec = grouped(3);
-    spec.group.as_mut().unwrap().head_value = "2".to_owned();
+    spec.group.as_mut().unwrap().head.insert("worker".to_owned(), "2".to_owned());
     let plan = plan(&world(spec, [group_pod(0, 0), group_pod(0, 1), group_pod(0, 2)]));
     let pods: Vec<_> = plan.candidates[1].pods.iter().map(|pod| pod.name.as_str()).collect();
     assert_eq!(pods, ["actor-0-2", "actor-0-0", "actor-0-1"]);
@@ -50,11 +50,11 @@ fn a_group_is_whole_or_left_out_with_the_numbers() {
         (vec![alive(0)], LeftOutCode::GroupIncomplete, "has 1 of 2 pods"),
         (vec![alive(0), changed(1, |pod| pod.terminating = true)], LeftOutCode::GroupIncomplete, "1 more are ending"),
         (vec![alive(0), alive(1), alive(2)], LeftOutCode::GroupTooLarge, "has 3 pods, replica.pods says 2"),
-        (vec![alive(1), alive(2)], LeftOutCode::HeadUnclear, "0 pods have the label worker=0"),
+        (vec![alive(1), alive(2)], LeftOutCode::HeadUnclear, "0 pods have the labels worker=0"),
         (
             vec![alive(0), changed(1, |pod| drop(pod.labels.insert("worker".to_owned(), "0".to_owned())))],
             LeftOutCode::HeadUnclear,
-            "2 pods have the label worker=0",
+            "2 pods have the labels worker=0",
         ),
         (vec![alive(0), changed(1, |pod| pod.phase = PodPhase::Pending)], LeftOutCode::NotRunning, "actor-0-1 has not started"),
         (vec![alive(0), changed(1, |pod| pod.unready = Some("no heartbeat".to_owned()))], LeftOutCode::NotReady, "actor-0-1: no heartbeat"),
@@ -63,7 +63,11 @@ fn a_group_is_whole_or_left_out_with_the_numbers() {
             LeftOutCode::Terminating,
             "all 2 pods of group g0",
         ),
-        (vec![changed(0, |pod| pod.containers.clear()), alive(1)], LeftOutCode::NoContainer, "no container engine"),
+        (
+            vec![changed(0, |pod| pod.missing_container = Some("engine".to_owned())), alive(1)],
+            LeftOutCode::NoContainer,
+            "no container engine",
+        ),
     ];
     for (pods, code, text) in cases {
         let plan = plan(&world(grouped(2), pods));
@@ -72,13 +76,6 @@ fn a_group_is_whole_or_left_out_with_the_numbers() {
         assert!(entry.message.contains(text), "{} lacks {text:?}", entry.message);
         assert_eq!(names(&plan), ["trainer/trainer-0"]);
     }
-}
-
-#[test]
-fn only_the_head_of_a_group_needs_the_engines_container() {
-    let mut worker = group_pod(0, 1);
-    worker.containers = ["ray-worker".to_owned()].into();
-    assert_eq!(plan(&world(grouped(2), [group_pod(0, 0), worker])).left_out, []);
 }
 
 #[test]
@@ -96,7 +93,7 @@ fn unfit_pods_are_left_out_with_their_reason() {
         PodFacts { terminating: true, ..actor(2) },
         PodFacts { phase: PodPhase::Pending, ..actor(3) },
         PodFacts { unready: Some("engine answers 503".to_owned()), ..actor(4) },
-        PodFacts { containers: ["other".to_owned()].into(), ..actor(5) },
+        PodFacts { missing_container: Some("engine".to_owned()), ..actor(5) },
     ];
     let plan = plan(&world(pool(), pods));
     assert_eq!(names(&plan), ["trainer/trainer-0", "actors/actor-0"]);
@@ -116,11 +113,12 @@ fn unfit_pods_are_left_out_with_their_reason() {
 }
 
 #[test]
-fn replicas_stand_by_name_ordinal_or_label() {
-    let order = |order| names(&plan(&world(PoolSpec { order, ..pool() }, [10, 9, 2].map(actor)))).join(" ");
-    assert_eq!(order(Order::Auto), "trainer/trainer-0 actors/actor-10 actors/actor-2 actors/actor-9");
-    assert_eq!(order(Order::Name), order(Order::Auto));
-    assert_eq!(order(Order::Ordinal), "trainer/trainer-0 actors/actor-2 actors/actor-9 actors/actor-10");
+fn replicas_go_by_ordinal_if_every_pod_has_one_else_by_name() {
+    let order = |pods: Vec<PodFacts>| names(&plan(&world(pool(), pods)))[1..].join(" ");
+    let pods = || [10, 9, 2].map(actor).to_vec();
+    assert_eq!(order(pods()), "actors/actor-2 actors/actor-9 actors/actor-10");
+    let with_one_without = [pods(), vec![PodFacts { index: None, ..actor(3) }]].concat();
+    assert_eq!(order(with_one_without), "actors/actor-10 actors/actor-2 actors/actor-3 actors/actor-9");
 }
 
 #[test]

@@ -33,10 +33,9 @@ fn pod_with_first_ordinal_is_source_and_ten_follows_two() {
 }
 
 #[test]
-fn a_label_a_name_or_a_list_can_give_the_order() {
+fn a_label_or_a_list_can_give_the_order() {
     let pods = [labelled("a", "2"), labelled("b", "0"), labelled("c", "10")];
     assert_eq!(source(&trainers(Order::Label("rank".to_owned()), pods.clone())), "trainer/b");
-    assert_eq!(source(&trainers(Order::Name, pods.clone())), "trainer/a");
     let listed = Order::Explicit(vec!["c".to_owned(), "a".to_owned(), "b".to_owned()]);
     let input = trainers(listed, pods);
     assert_eq!(source(&input), "trainer/c");
@@ -74,24 +73,11 @@ fn the_second_pod_never_stands_in_for_the_first() {
         (vec![away(|pod| pod.unready = Some("no agent".to_owned())), trainer_pod(1)], "pod trainer-0: no agent"),
     ];
     for (pods, expected) in cases {
-        for order in [Order::Auto, Order::Ordinal] {
-            let plan = plan(&trainers(order, pods.clone()));
-            assert!(matches!(plan.refusal, Some(PlanRefusal::NoSource { .. })), "{plan:?}");
-            assert!(refusal(&plan).contains(expected), "{} lacks {expected}", refusal(&plan));
-            assert!(plan.candidates.iter().all(|candidate| candidate.role == Role::Rollout));
-        }
+        let plan = plan(&trainers(Order::Auto, pods));
+        assert!(matches!(plan.refusal, Some(PlanRefusal::NoSource { .. })), "{plan:?}");
+        assert!(refusal(&plan).contains(expected), "{} lacks {expected}", refusal(&plan));
+        assert!(plan.candidates.iter().all(|candidate| candidate.role == Role::Rollout));
     }
-}
-
-#[test]
-fn ending_first_pod_with_a_stable_name_is_waited_for() {
-    let ending = PodFacts { terminating: true, ..trainer_pod(0) };
-    let message = refusal(&plan(&trainers(Order::Name, [ending.clone(), trainer_pod(1)])));
-    assert!(message.contains("trainer-0") && message.contains("waiting"), "{message}");
-    // A name that will not come back is not waited for: the remains of a retried Job.
-    let remains = PodFacts { stable_name: false, phase: PodPhase::Terminal, ..ending };
-    let retry = PodFacts { stable_name: false, ..trainer_pod(1) };
-    assert_eq!(source(&trainers(Order::Name, [remains, retry])), "trainer/trainer-1");
 }
 
 #[test]
@@ -106,16 +92,16 @@ fn ended_pods_of_a_retried_job_do_not_hide_the_running_one() {
 #[test]
 fn two_live_pods_with_the_first_index_are_both_named() {
     let twin = PodFacts { name: "trainer-0-twin".to_owned(), uid: "twin".to_owned(), ..trainer_pod(0) };
-    let message = refusal(&plan(&trainers(Order::Ordinal, [trainer_pod(0), twin])));
+    let message = refusal(&plan(&trainers(Order::Auto, [trainer_pod(0), twin])));
     assert!(message.contains("2 trainer pods have index 0: trainer-0, trainer-0-twin"), "{message}");
 }
 
+/// A StatefulSet with `spec.ordinals.start`.
 #[test]
-fn a_stateful_set_may_count_from_another_number() {
-    let mut input = trainers(Order::Ordinal, [trainer_pod(5), trainer_pod(6)]);
-    assert!(refusal(&plan(&input)).contains("firstIndex"));
-    input.trainer.first_index = 5;
-    assert_eq!(source(&input), "trainer/trainer-5");
+fn trainer_that_counts_from_another_number_needs_a_list() {
+    let pods = [trainer_pod(5), trainer_pod(6)];
+    assert!(refusal(&plan(&trainers(Order::Auto, pods.clone()))).contains("spec.trainer.order.names"));
+    assert_eq!(source(&trainers(Order::Explicit(vec!["trainer-5".to_owned()]), pods)), "trainer/trainer-5");
 }
 
 #[test]
@@ -232,8 +218,8 @@ fn an_empty_selector_is_refused_rather_than_taken_for_every_pod() {
 #[test]
 fn source_without_the_named_container_is_named() {
     let mut input = world(pool(), [actor(0)]);
-    input.trainer.container = Some("learner".to_owned());
+    input.pods[0].missing_container = Some("learner".to_owned());
     let plan = plan(&input);
-    assert!(refusal(&plan).contains("has no container learner; it has engine, trainer"), "{}", refusal(&plan));
+    assert!(refusal(&plan).contains("has no container learner"), "{}", refusal(&plan));
     assert_eq!(why(&plan, "trainer/trainer-0").code, LeftOutCode::NoContainer);
 }

@@ -3,8 +3,7 @@
 use std::collections::BTreeMap;
 
 use crate::plan::{
-    GroupSpec, LeftOut, LeftOutCode, Order, Parallelism, Plan, PlanInput, PodFacts, PodPhase, PoolSpec, ROLE_LABEL, Selector, TrainerSpec,
-    WeightSyncRef,
+    GroupSpec, LeftOut, LeftOutCode, Order, Plan, PlanInput, PodFacts, PodPhase, PoolSpec, ROLE_LABEL, Selector, TrainerSpec, WeightSyncRef,
 };
 
 pub(super) fn weightsync(name: &str, created: u64) -> WeightSyncRef {
@@ -24,7 +23,7 @@ pub(super) fn pod(app: &str, index: u32, role: &str) -> PodFacts {
         node: Some("node-0".to_owned()),
         ips: Vec::new(),
         labels: BTreeMap::from([("app".to_owned(), app.to_owned()), (ROLE_LABEL.to_owned(), role.to_owned())]),
-        containers: ["engine".to_owned(), "trainer".to_owned()].into(),
+        missing_container: None,
         phase: PodPhase::Running,
         terminating: false,
         index: Some(index),
@@ -52,37 +51,22 @@ pub(super) fn group_pod(group: u32, member: u32) -> PodFacts {
 
 pub(super) fn grouped(pods: u32) -> PoolSpec {
     PoolSpec {
-        group: Some(GroupSpec { pods, label: "group".to_owned(), head_label: "worker".to_owned(), head_value: "0".to_owned() }),
+        group: Some(GroupSpec { pods, label: "group".to_owned(), head: BTreeMap::from([("worker".to_owned(), "0".to_owned())]) }),
         ..pool()
     }
 }
 
 pub(super) fn pool() -> PoolSpec {
-    PoolSpec {
-        name: "actors".to_owned(),
-        selector: selector("app", "actor"),
-        container: Some("engine".to_owned()),
-        ports: vec![8000],
-        parallelism: Parallelism::default(),
-        group: None,
-        order: Order::Auto,
-    }
+    PoolSpec { name: "actors".to_owned(), selector: selector("app", "actor"), ports: vec![8000], ranks: 1, group: None, order: Order::Auto }
 }
 
 /// One trainer pod and these rollouts in one pool.
 pub(super) fn world(pool: PoolSpec, rollouts: impl IntoIterator<Item = PodFacts>) -> PlanInput {
     PlanInput {
         weightsync: weightsync("mine", 100),
-        trainer: TrainerSpec {
-            selector: selector("app", "trainer"),
-            container: Some("trainer".to_owned()),
-            order: Order::Auto,
-            first_index: 0,
-            sources: 1,
-        },
+        trainer: TrainerSpec { selector: selector("app", "trainer"), order: Order::Auto, sources: 1 },
         pools: vec![pool],
         pods: std::iter::once(trainer_pod(0)).chain(rollouts).collect(),
-        engine_sizes: BTreeMap::new(),
         claims: Vec::new(),
     }
 }

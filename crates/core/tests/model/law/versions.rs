@@ -12,7 +12,7 @@ use crate::world::{World, version_of};
 
 /// Rollouts that can be spoken with, with what they said last.
 fn heard(world: &World, view: &MembershipView) -> Vec<(MemberView, MemberState)> {
-    let lost = |reason: Reason| matches!(reason, Reason::AgentLost | Reason::AgentSilent | Reason::AgentMissing);
+    let lost = |reason: Reason| matches!(reason, Reason::AgentLost | Reason::AgentMissing);
     let rollouts = view.members.iter().filter(|shown| shown.role == Role::Rollout && world.law.planned.contains_key(&shown.name));
     let lied = |shown: &&MemberView| shown.incarnation.as_ref().is_some_and(|life| world.law.was_lied_to_by(life));
     let rollouts = rollouts.filter(|shown| !lied(shown));

@@ -69,9 +69,9 @@ fn object_with_a_prompt_and_foreign_fields_leaves_neither() {
         "apiVersion": "weightsync.dev/v1alpha1", "kind": "WeightSync", "metadata": planted_metadata("run"),
         "spec": {
             "trainer": {"selector": {"matchLabels": {"app": "trainer"}}, "unknown": PLANTED},
-            "rollouts": [{"name": "actors", "selector": {"matchLabels": {"app": "actor"}}, "engine": {"vllm": {"ports": [8000]}}}],
+            "rollouts": [{"name": "actors", "selector": {"matchLabels": {"app": "actor"}}, "engine": {"kind": "VLLM", "ports": [8000]}}],
             "canary": {"prompt": PLANTED, "minLogProb": -4},
-            "transport": {"nccl": {"env": {"NCCL_DEBUG": "INFO", "NCCL_NET_PLUGIN": PLANTED}}},
+            "transport": {"type": "NCCL", "ncclEnv": {"NCCL_DEBUG": "INFO", "NCCL_NET_PLUGIN": PLANTED}},
         },
         "status": {"version": 7, "members": [
             {"name": "actors/a", "size": 1, "state": "Out", "reason": "AgentLost", "message": "the connection closed"},
@@ -80,7 +80,7 @@ fn object_with_a_prompt_and_foreign_fields_leaves_neither() {
     .unwrap();
     let copied = object(&of);
     assert!(!copied.to_string().contains(PLANTED), "{copied:#}");
-    assert_eq!(copied["spec"]["transport"]["nccl"]["env"], json!({"NCCL_DEBUG": "INFO"}));
+    assert_eq!(copied["spec"]["transport"]["ncclEnv"], json!({"NCCL_DEBUG": "INFO"}));
     assert_eq!(copied["spec"]["rollouts"][0]["name"], "actors");
     assert_eq!(copied["status"]["members"][0]["message"], "the connection closed");
 }
