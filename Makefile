@@ -38,7 +38,7 @@ programs:
 	cargo build --locked --workspace --bins --tests --examples
 
 .PHONY: lint
-lint: fmt-check clippy doc deny scripts-lint ## Check style, lints, docs and dependencies (unit tests check generated files)
+lint: fmt-check clippy doc deny scripts-lint prose ## Check style, lints, docs and dependencies (unit tests check generated files)
 
 .PHONY: fmt
 fmt: ## Format Rust and Python
@@ -66,6 +66,10 @@ deny:
 .PHONY: scripts-lint
 scripts-lint:
 	$$(tests/tools/python.sh)/shellcheck $(SCRIPTS)
+
+.PHONY: prose
+prose: ## Check words and sentences of documents and comments, and names of tests (the first time builds vale: a minute)
+	tests/tools/prose.sh
 
 .PHONY: generate
 generate: ## Write the files that are generated from the program's types (CRD, references of API and metrics)

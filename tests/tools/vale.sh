@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Build vale into the cache, once, and print its path.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/../cluster/lib.sh"
+
+version=3.22.0
+dir=$WEIGHTSYNC_CACHE/vale-$version
+# shellcheck disable=SC2016
+once "$dir" bash -euc 'GOBIN=$1/bin go install "github.com/vale-cli/vale/v3/cmd/vale@v$0"' "$version"
+echo "$dir/bin/vale"
