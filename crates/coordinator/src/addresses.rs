@@ -1,5 +1,5 @@
-//! Decides at which addresses the coordinator may connect to the agent of a pod: the pod's own. Must never take the agent's word for it: a
-//! pod could have the controller connect to any address of its network.
+//! Decides at which addresses the coordinator may connect to a pod's agent: only at the pod's own. It must never trust the agent for that:
+//! a pod could make the controller connect to any address of its network.
 
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
@@ -11,7 +11,7 @@ use weightsync_core::protocol::Rejection;
 pub enum Addresses {
     /// By the pod's UID: those that the API server knows. A pod without one is refused until it has one.
     Known(HashMap<String, Vec<IpAddr>>),
-    /// The one that the agent calls from; agents of this host may be found at any of its loopback addresses.
+    /// Only the address that the agent calls from. An agent of this host may use any loopback address of the host.
     Callers,
 }
 
@@ -21,7 +21,7 @@ impl Default for Addresses {
     }
 }
 
-/// Why an announced address is not taken.
+/// Why an announced address is refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum AddressProblem {
     #[error("the agent announces {0}, which is no address (IP:PORT)")]
@@ -38,7 +38,7 @@ pub(crate) enum AddressProblem {
 }
 
 impl AddressProblem {
-    /// Whether it ends by itself.
+    /// Whether the problem may end by itself.
     pub(crate) fn passes(&self) -> bool {
         matches!(self, Self::NotKnown)
     }
@@ -46,20 +46,20 @@ impl AddressProblem {
 
 impl From<AddressProblem> for Rejection {
     fn from(problem: AddressProblem) -> Self {
-        // The pod stays claimed where the address is wrong: its engine serves on.
+        // The pod stays claimed although the address is wrong: its engine continues to serve.
         Self { message: problem.to_string(), retryable: !matches!(problem, AddressProblem::NotOne(_)) }
     }
 }
 
 impl Addresses {
-    /// Checks the address that the agent of a pod announces; `from` is where it calls from, where that is known.
+    /// Checks the address that a pod's agent announces. `from` is the caller's address, if it is known.
     pub(crate) fn check(&self, pod_uid: &str, from: Option<IpAddr>, announced: &str) -> Result<(), AddressProblem> {
         let Ok(address) = announced.parse::<SocketAddr>() else {
             return Err(AddressProblem::NotOne(announced.to_owned()));
         };
-        // A v4 address as a dual-stack listener shows it.
+        // A dual-stack listener reports an IPv4 address as an IPv6 one.
         let (address, from) = (address.ip().to_canonical(), from.map(|from| from.to_canonical()));
-        // Anyone who called such an address from another host would call itself.
+        // On another host, such an address leads to the caller itself.
         if let Some(from) = from.filter(|from| address.is_unspecified() || address.is_loopback() && !from.is_loopback()) {
             return Err(AddressProblem::OfOneHost { announced: announced.to_owned(), from });
         }

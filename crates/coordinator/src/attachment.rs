@@ -1,5 +1,5 @@
-//! Listens to one agent. Decides when it is lost: its connection closed or fell silent, and one attempt to open it again failed. What it
-//! says is passed on as it is; messages of another incarnation of the agent are ignored.
+//! Listens to one agent. Decides when the agent is lost: its connection closed or fell silent, and one attempt to reopen it failed. It
+//! passes events on unchanged, and ignores messages of another incarnation of the agent.
 
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -13,14 +13,14 @@ use super::run::Timing;
 use weightsync_core::protocol::{AgentEvent, Incarnation};
 use weightsync_net::https::{AgentClient, EventStream};
 
-/// A stream that ends sooner than this after it was opened again is not opened a third time: its agent accepts, but does not work.
+/// A stream that ends within this time after it was reopened is not opened a third time: the agent accepts connections, but does not work.
 const STEADY: Duration = Duration::from_secs(1);
-/// One that is open for less than this is not replaced: the announcement may have been sent before the agent saw it.
+/// A stream that was opened less than this ago is not replaced: the announcement may have been sent before the agent saw the stream.
 const FRESH: Duration = Duration::from_millis(500);
 
 pub(super) enum Heard {
     Event(Box<AgentEvent>),
-    /// Nothing more will come.
+    /// No more events follow.
     Lost(String),
 }
 
@@ -62,7 +62,7 @@ impl Attachment {
         Self { number, opened, _task: AbortOnDropHandle::new(task) }
     }
 
-    /// Whether it is being opened, which has a deadline, or was a moment ago.
+    /// Whether the stream is being opened, which has a deadline, or was opened a moment ago.
     pub(super) fn is_fresh(&self) -> bool {
         self.opened.get().is_none_or(|opened| opened.elapsed() < FRESH)
     }

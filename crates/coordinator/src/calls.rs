@@ -1,4 +1,4 @@
-//! Sends what membership decided, each message in a task of its own and with a deadline, so that no member waits for another. Turns every
+//! Sends the messages that membership decided. Each has its own task and deadline, so that no member waits for another one. Turns every
 //! outcome into an observation; never retries.
 
 use std::sync::Arc;
@@ -14,15 +14,15 @@ use weightsync_core::membership::Observation;
 use weightsync_core::protocol::{CommitRequest, EpochId, Incarnation, MemberName, PrepareRequest, PrepareResponse, Refusal, RefusalCode};
 use weightsync_net::https::{AgentClient, CallError};
 
-/// An agent and where it listens.
+/// An agent and its address.
 #[derive(Debug, Clone)]
 pub(super) struct Target {
     pub(super) agent: Incarnation,
-    /// None: it has not announced itself to this coordinator.
+    /// `None` if it has not announced itself to this coordinator.
     pub(super) address: Option<String>,
 }
 
-/// Messages under way. Dropping it ends them.
+/// Messages in flight. Dropping it cancels them.
 pub(super) struct Calls {
     client: AgentClient,
     running: JoinSet<Option<Observation>>,
@@ -33,7 +33,7 @@ impl Calls {
         Self { client, running: JoinSet::new() }
     }
 
-    /// The next outcome that membership has to know; waits for ever when nothing is under way.
+    /// The next outcome that membership needs; pending if no message is in flight.
     pub(super) async fn next(&mut self) -> Option<Observation> {
         match self.running.join_next().await {
             Some(Ok(observation)) => observation,
@@ -87,7 +87,7 @@ impl Calls {
         });
     }
 
-    /// Sends a fence or a release; the agent's state shows whether it worked, and membership asks again where it does not.
+    /// Sends a fence or a release. The agent's state shows its effect; without it, membership sends the message again.
     pub(super) fn tell<T: Serialize + Send + Sync + Clone + 'static>(
         &mut self,
         targets: Vec<Target>,
@@ -119,11 +119,11 @@ where
     client.post_json(address, &target.agent.pod_uid, path, request, deadline).await.map_err(|error| as_refusal(&error))
 }
 
-/// A call that failed, in the words that membership knows.
+/// Converts a failed call into a refusal, as membership expects it.
 fn as_refusal(error: &CallError) -> Refusal {
     let code = match error {
         CallError::Refused { refusal, .. } => return refusal.clone(),
-        // Not `PeerUnreachable`: that is what a member says of another one, who is then held responsible.
+        // Not `PeerUnreachable`: a member reports that about another member, which is then held responsible.
         CallError::Unreachable { .. } => RefusalCode::Internal,
         CallError::Timeout { .. } => RefusalCode::Timeout,
         CallError::Rejected { .. } | CallError::BadReply { .. } => RefusalCode::Internal,

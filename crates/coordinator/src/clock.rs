@@ -24,7 +24,7 @@ impl Clock {
         self.started + Duration::from_millis(at.saturating_sub(self.at_start))
     }
 
-    /// When that was.
+    /// The time of `instant` on this clock, in ms.
     pub(super) fn at(&self, instant: Instant) -> u64 {
         self.at_start + millis(instant.saturating_duration_since(self.started))
     }

@@ -1,37 +1,38 @@
-//! Which agents are notified that their assignment changed, so that they request it at once instead of with their next announcement,
-//! seconds later: until then a pod outside of the group would be ready with start-up weights although there is a version.
+//! Chooses the agents that are notified when their assignment changes. They then request it at once, instead of seconds later with their
+//! next announcement. Until then, a pod outside the group would be ready with start-up weights although a version exists.
 //!
-//! Pure. Anyone who misses the word hears it with the next announcement; nothing here is relied upon.
+//! Pure. An agent that misses the notification gets the assignment with its next announcement.
 
 use std::collections::HashSet;
 
 use weightsync_core::membership::{MemberStanding, MemberView, MembershipView};
 use weightsync_core::protocol::{HeldVersion, Hindrance, Incarnation, Returned, Role, Version};
 
-/// What is new in what goes out with each assignment.
+/// The change in the part that all assignments share.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum CommonChange {
     Nothing,
-    /// Another version counts. Members of the group know it by the update itself, unless the source that led it ended before it did.
+    /// Another version counts. Members of the group learn it from the update itself, unless its source ended before it could report the
+    /// end.
     Version,
     /// Why trainers wait for a group.
     Hindrance,
-    /// Which other versions may serve, or whether the object is suspended; agents hear of that by the assignment only.
+    /// Which other versions may serve, or whether the object is suspended. Agents learn this only from the assignment.
     Service,
 }
 
-/// What goes out with each assignment of an object.
+/// The part that all assignments of an object share.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Common<'a> {
-    /// The version that counts.
+    /// The current version.
     pub(super) current: Option<&'a HeldVersion>,
-    /// Where the group went back to.
+    /// The rollback of the group, if there is one.
     pub(super) returned: Option<Returned>,
     /// The newest version in service.
     pub(super) newest: Option<Version>,
-    /// Whether the object's pods are released and serve what they have.
+    /// Whether the object's pods are released and serve their current weights.
     pub(super) suspended: bool,
-    /// Why no group can take what is published.
+    /// Why no group can take a publish.
     pub(super) hindrance: Option<&'a Hindrance>,
 }
 
@@ -48,7 +49,7 @@ impl CommonChange {
         }
     }
 
-    /// Which of these agents are notified.
+    /// Which of these agents must be notified.
     pub(super) fn concerns<'a>(self, view: &MembershipView, agents: impl Iterator<Item = &'a Incarnation>) -> Vec<Incarnation> {
         let unreported: HashSet<&Incarnation> = match self {
             Self::Nothing => return Vec::new(),

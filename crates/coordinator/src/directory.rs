@@ -1,5 +1,5 @@
-//! Which object claims which pod, and where its announcements go. Written by the planner (controller, `weightsync local`), read by the
-//! enrolment server. Answers "not known yet" until it was filled once, so that a restarted controller sends no agent away.
+//! Which object claims which pod, and which coordinator receives its announcements. The planner (controller or `weightsync local`) writes
+//! it; the enrolment server reads it. It answers "not known yet" until it was filled once, so that a restarted controller rejects no agent.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::net::IpAddr;
@@ -13,7 +13,7 @@ use super::addresses::{AddressProblem, Addresses};
 use super::common_change::{Common, CommonChange};
 use weightsync_core::protocol::{Announcement, Assignment, HeldVersion, Hindrance, Rejection, Returned, Role, Version};
 
-/// What an object claims of a pod.
+/// The claim of an object on a pod.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Claimed {
     pub weightsync: String,
@@ -27,7 +27,7 @@ pub struct Directory(Arc<Shared>);
 #[derive(Default)]
 struct Shared {
     inner: Mutex<Inner>,
-    /// When an agent of any object was last heard of for the first time.
+    /// Time of the latest first report of an agent, of any object.
     arrival: watch::Sender<Option<Instant>>,
 }
 
@@ -35,7 +35,7 @@ struct Shared {
 struct Inner {
     settled: bool,
     objects: BTreeMap<String, Object>,
-    /// By the UID of the object that cannot be followed.
+    /// By the UID of the object that cannot be reconciled.
     holds: BTreeMap<String, Hold>,
 }
 
@@ -67,10 +67,10 @@ pub(crate) enum Arrival {
     Refused(Announcement, AddressProblem),
 }
 
-/// Pods whose agents keep what they hold, because their object cannot be followed now.
+/// Pods whose agents keep their state, because their object cannot be reconciled now.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Held {
-    /// All pods of a namespace: which of them the object selects cannot be read.
+    /// All pods of a namespace: the selectors of its objects cannot be read.
     Namespace(String),
     /// The pods of these UIDs.
     Pods(HashSet<String>),
@@ -83,12 +83,12 @@ struct Hold {
 }
 
 impl Directory {
-    /// An agent of some object was heard of for the first time.
+    /// Records the first report of an agent, of any object.
     pub(super) fn arrived(&self) {
         self.0.arrival.send_replace(Some(Instant::now()));
     }
 
-    /// When that was last so: a controller that agents still come back to has not heard of all of them.
+    /// Time of the latest first report. While it changes, agents are still reconnecting to this controller.
     pub(super) fn last_arrival(&self) -> Option<Instant> {
         *self.0.arrival.borrow()
     }
@@ -103,8 +103,8 @@ impl Directory {
         inner.objects.insert(weightsync.to_owned(), object);
     }
 
-    /// An object cannot be followed, for the reason `why`: agents of pods that it may claim are asked to come again, and keep what they hold.
-    /// Ends with [`remove`](Self::remove), or once a coordinator follows the object.
+    /// Records that an object cannot be reconciled, for the reason `why`. Agents of pods that it may claim must retry, and keep their
+    /// state. Ends with [`remove`](Self::remove), or once a coordinator runs for the object.
     pub fn hold(&self, weightsync: &str, held: Held, why: String) {
         self.0.inner.lock().holds.insert(weightsync.to_owned(), Hold { held, why });
     }
@@ -114,12 +114,12 @@ impl Directory {
         self.0.inner.lock().holds.retain(|weightsync, _| there.contains(weightsync));
     }
 
-    /// UID of the object that claims a pod; the older object if two do. `None` before all objects were reconciled once.
+    /// UID of the object that claims a pod; the older object if two claim it. `None` before all objects were reconciled once.
     pub fn claimant(&self, pod_uid: &str) -> Option<String> {
         self.claim_of(pod_uid).ok().map(|claimed| claimed.weightsync)
     }
 
-    /// Takes what goes out with each assignment of the object from now on. Answers what is new in that.
+    /// Replaces the part that all assignments of the object share. Returns what changed.
     pub(super) fn set_common(&self, weightsync: &str, common: Common<'_>) -> CommonChange {
         let mut inner = self.0.inner.lock();
         let Some(object) = inner.objects.get_mut(weightsync) else { return CommonChange::Nothing };
@@ -137,16 +137,15 @@ impl Directory {
         common_change
     }
 
-    /// Replaces all claims of an object: UID of the pod to what is wanted of it (`current`, `returned`, `newest`, `suspended` and
-    /// `hindrance` are filled in here), and where its agent may be connected to.
-    /// Nothing happens to an unknown object.
+    /// Replaces all claims of an object: for each pod's UID its assignment, and the addresses at which its agent may be reached. This fills
+    /// in `current`, `returned`, `newest`, `suspended` and `hindrance`. Has no effect for an unknown object.
     pub fn claim(&self, weightsync: &str, claims: HashMap<String, Assignment>, addresses: Addresses) {
         if let Some(object) = self.0.inner.lock().objects.get_mut(weightsync) {
             (object.claims, object.addresses) = (claims, addresses);
         }
     }
 
-    /// Forgets an object: its agents learn that no object claims them, and stop by themselves.
+    /// Removes an object. Its agents learn that no object claims them, and stop.
     pub fn remove(&self, weightsync: &str) {
         let mut inner = self.0.inner.lock();
         inner.objects.remove(weightsync);
@@ -158,7 +157,7 @@ impl Directory {
         self.0.inner.lock().settled = true;
     }
 
-    /// Forgets everything and answers "not known yet" again (the lease was lost).
+    /// Removes all entries and answers "not known yet" again: the lease was lost.
     pub fn unsettle(&self) {
         *self.0.inner.lock() = Inner::default();
     }
@@ -168,7 +167,7 @@ impl Directory {
         self.0.inner.lock().settled()
     }
 
-    /// Who claims the pod of that UID; the older object where two do.
+    /// The claim on the pod with that UID; the older object's if two claim it.
     pub(crate) fn claim_of(&self, pod_uid: &str) -> Result<Claimed, Rejection> {
         let inner = self.0.inner.lock();
         inner.settled()?;
@@ -193,8 +192,8 @@ impl Directory {
         }
     }
 
-    /// The rejection of a pod that no object claims, for an agent that has an object: it may come again while an object that may claim the
-    /// pod cannot be followed.
+    /// Rejects a pod that no object claims, for an agent that has an object. The agent may retry while an object that may claim the pod
+    /// cannot be reconciled.
     pub(super) fn unclaimed(&self, namespace: &str, pod_uid: &str, rejection: Rejection) -> Rejection {
         let inner = self.0.inner.lock();
         let holds = |hold: &&Hold| match &hold.held {
@@ -207,8 +206,8 @@ impl Directory {
         }
     }
 
-    /// Passes an announcement on to its object's coordinator, with what is wrong with its address, which the agent gets as answer too. `from` is
-    /// where it calls from, where that is known.
+    /// Passes an announcement to its object's coordinator, with the problem of its address, if any; the agent receives that problem too.
+    /// `from` is the caller's address, if it is known.
     pub(super) fn announce(&self, weightsync: &str, from: Option<IpAddr>, announcement: Announcement) -> Result<(), Rejection> {
         let found = self.0.inner.lock().objects.get(weightsync).map(|object| {
             let checked = object.addresses.check(&announcement.incarnation.pod_uid, from, &announcement.control_address);

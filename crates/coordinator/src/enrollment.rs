@@ -1,5 +1,5 @@
-//! Gives agents their certificates and takes their announcements. Decides whether an agent is who it says: by a token the first time, by
-//! its certificate afterwards. Which object it belongs to is the [`Directory`]'s word, never the agent's.
+//! Gives agents their certificates and accepts their announcements. Decides whether an agent is the one that it claims to be: first by a
+//! token, later by its certificate. The [`Directory`] decides which object it belongs to, never the agent.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
@@ -29,32 +29,32 @@ pub struct ProvenPod {
     pub pod_uid: String,
 }
 
-/// A token as it was shown.
+/// A token that an agent presents.
 #[derive(Clone, Copy)]
 pub struct Presented<'a> {
     /// Secret.
     pub token: &'a str,
-    /// UID of the pod that it should prove.
+    /// UID of the pod that it must prove.
     pub pod_uid: &'a str,
-    /// Where the call came from.
+    /// Address of the caller.
     pub from: Option<IpAddr>,
-    /// The key that a certificate is asked for.
+    /// The key for which the agent requests a certificate.
     pub key: KeyDigest,
 }
 
-/// Says which pod a token proves.
+/// Returns the pod that a token proves.
 #[async_trait]
 pub trait TokenVerifier: Send + Sync {
-    /// Ends with a [`Rejection`] for a token that proves nothing (not retryable) or cannot be checked now (retryable).
+    /// Fails with a [`Rejection`]: not retryable if the token proves nothing, retryable if it cannot be checked now.
     async fn verify(&self, presented: &Presented<'_>) -> Result<ProvenPod, Rejection>;
 
-    /// Whether certificates of this key count no more; a verifier that revokes none need not say so.
+    /// Whether certificates for this key were revoked. The default is for verifiers that revoke none.
     fn is_revoked(&self, _key: &KeyDigest) -> bool {
         false
     }
 }
 
-/// What the enrolment server works with.
+/// The parts of the enrolment server.
 #[allow(missing_docs)]
 pub struct Enrollment {
     pub ca: Arc<Ca>,
@@ -92,10 +92,10 @@ async fn enroll(
     Valid(request): Valid<EnrollRequest>,
 ) -> Result<Json<EnrollResponse>, Failed<Rejection>> {
     let peer = peer.map(|Extension(peer)| peer);
-    // Before its token is checked: a review costs the API server a call.
+    // Comes before the check of the token, because a token review costs a call to the API server.
     enrollment.directory.settled()?;
     let pod_uid = &request.incarnation.pod_uid;
-    // A pod may be labelled before its object is made: its agent asks again.
+    // A pod may be labelled before its object exists: its agent retries.
     let claimed = enrollment.directory.claim_of(pod_uid).map_err(|rejection| Rejection { retryable: true, ..rejection })?;
     let asked_for = KeyDigest::of_request(&request.csr_pem);
     let asked_for = asked_for.map_err(|error| forbidden(format!("the signing request cannot be served: {error}")))?;
@@ -124,7 +124,7 @@ fn refuse_revoked(verifier: &dyn TokenVerifier, key: &KeyDigest) -> Result<(), R
     Ok(())
 }
 
-/// A certificate of the same pod proves as much as the token did that it was given for, and a single-use token is used by now.
+/// A certificate of the same pod proves as much as its token. A single-use token is spent by now.
 async fn prove(
     verifier: &dyn TokenVerifier,
     peer: Option<PeerIdentity>,

@@ -1,8 +1,8 @@
-//! One object's epochs carried out towards agents: the thin, asynchronous side of `membership`.
+//! Carries out the epochs of one object: the thin, asynchronous side of `membership`.
 //!
-//! [`Coordinator`] owns the membership of one object, listens to its agents, and does what membership decides, each call with a deadline
-//! and all members of a step at once. [`Enrollment`] gives agents their certificates and takes their announcements. It never decides who
-//! is in a group, and no lock is held while anything is awaited.
+//! [`Coordinator`] owns the membership of one object, listens to its agents, and acts on membership's decisions. Each call has a deadline,
+//! and all members of a step are called at once. [`Enrollment`] gives agents their certificates and accepts their announcements. This crate
+//! never decides which members are in a group, and holds no lock while it awaits anything.
 
 mod addresses;
 mod attachment;

@@ -1,8 +1,8 @@
 //! The controller's loop on one host: processes instead of pods, a file instead of a resource.
 //!
-//! A [`Group`] starts an agent for the trainer and one for each rollout (and engines, where it was given their commands), claims them
-//! for one object, and runs the same coordinator that the controller runs. It decides when a process is started again; who is in the group
-//! is decided by `membership`, as everywhere. It never touches a weight.
+//! A [`Group`] starts one agent for the trainer and one for each rollout, and the engines whose commands it was given. It claims them for
+//! one object, and runs the same coordinator as the controller. It decides when a process is restarted; `membership` decides the members of
+//! the group. It never touches a weight.
 
 mod group;
 pub mod guard;

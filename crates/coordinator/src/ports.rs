@@ -9,18 +9,18 @@ use weightsync_core::protocol::{EpochId, MemberName, Reason};
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum PersistError {
-    /// Another leader wrote: this one must stop.
+    /// Another leader wrote it: this one must stop.
     #[error("another leader wrote the epoch: {0}")]
     Conflict(String),
-    /// Nothing is known of the write, or it cannot be done now.
+    /// The result of the write is not known, or no write is possible now.
     #[error("the epoch cannot be written: {0}")]
     Other(String),
 }
 
-/// Writes the highest epoch of an object, before any agent hears of it.
+/// Writes the highest epoch of an object, before any agent receives it.
 #[async_trait]
 pub trait EpochStore: Send + Sync {
-    /// Writes `id.epoch` by compare-and-swap. Having written the same epoch already is success: the answer of a first try may be lost.
+    /// Writes `id.epoch` by compare-and-swap. Succeeds if the same epoch was written already: the response to a first try may be lost.
     async fn persist(&self, id: &EpochId) -> Result<(), PersistError>;
 }
 
@@ -34,8 +34,8 @@ pub struct CoordinatorEvent {
     pub warning: bool,
 }
 
-/// Tells people, best effort.
+/// Publishes Events, best effort.
 pub trait EventSink: Send + Sync {
-    /// Must not block; an Event that cannot be sent is dropped.
+    /// Must not block; drops an Event that cannot be sent.
     fn publish(&self, event: CoordinatorEvent);
 }

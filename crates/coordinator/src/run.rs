@@ -1,5 +1,5 @@
-//! The task of one object: takes announcements, agents' events, outcomes of calls, wishes and time, one after another, and does what
-//! membership decides. It never blocks on an agent, and it alone owns its state.
+//! The task of one object: processes announcements, agents' events, outcomes of calls, desired changes and time, one after another, and
+//! acts on membership's decisions. It never blocks on an agent, and only it owns its state.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, OnceLock};
@@ -24,22 +24,22 @@ use weightsync_core::plan::Candidate;
 use weightsync_core::protocol::{AgentEvent, Announcement, EpochId, Incarnation};
 use weightsync_net::https::AgentClient;
 
-/// Announcements that wait; an agent whose does not fit asks again a second later.
+/// Most announcements in the queue. An agent whose announcement does not fit sends it again a second later.
 const ANNOUNCEMENTS: usize = 256;
-/// Lines of all agents that wait; a full queue slows the readers down, not this task.
+/// Most lines of all agents in the queue; a full queue slows the readers down, not this task.
 const LINES: usize = 1024;
-/// Incarnations of one endpoint with a connection at once: the one that ends, and its successor. A pod that invents more cannot exhaust
+/// Most incarnations of one endpoint with a connection: the one that ends, and its successor. A pod that invents more cannot exhaust
 /// memory.
 const LIVES_OF_AN_ENDPOINT: usize = 2;
 
 /// Deadlines of the coordinator's own. Those of members are in [`MembershipConfig`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Timing {
-    /// An event stream must begin within this long.
+    /// Deadline for the start of an event stream.
     pub attach: Duration,
-    /// A fence or a release must be taken within this long.
+    /// Deadline for a fence or a release.
     pub tell: Duration,
-    /// The epoch must be written within this long.
+    /// Deadline for a write of the epoch.
     pub persist: Duration,
 }
 
@@ -54,18 +54,18 @@ impl Default for Timing {
 #[allow(missing_docs)]
 pub struct Wanted {
     pub config: MembershipConfig,
-    /// Who could take part, and who could not; none before the first plan.
+    /// The candidates, and the members that the plan left out; `None` before the first plan.
     pub members: Option<(Vec<Candidate>, Vec<LeftOut>)>,
     pub suspend: bool,
     pub delete: bool,
 }
 
-/// What a coordinator works with.
+/// The parts that a coordinator works with.
 #[derive(Clone)]
 #[allow(missing_docs)]
 pub struct Context {
     pub client: AgentClient,
-    /// Where announcements come from; the coordinator adds its object; the owner of the object claims pods and removes it.
+    /// The source of announcements. The coordinator adds its object; the owner of the object claims its pods and removes it.
     pub directory: Directory,
     pub store: Arc<dyn EpochStore>,
     pub events: Arc<dyn EventSink>,
@@ -75,7 +75,7 @@ pub struct Context {
 /// How a coordinator ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Ended {
-    /// It was stopped; the group continues.
+    /// It was cancelled; the group continues.
     Cancelled,
     /// Another leader decides.
     SteppedDown(String),
@@ -83,7 +83,7 @@ pub enum Ended {
 
 /// A running coordinator. Dropping it stops it; the group continues.
 pub struct CoordinatorHandle {
-    /// What status needs.
+    /// The view for status.
     pub view: watch::Receiver<MembershipView>,
     wanted: watch::Sender<Wanted>,
     stepped_down: Arc<OnceLock<String>>,
@@ -91,7 +91,7 @@ pub struct CoordinatorHandle {
 }
 
 impl CoordinatorHandle {
-    /// Replaces what is wanted.
+    /// Replaces the desired state.
     pub fn want(&self, wanted: Wanted) {
         self.wanted.send_if_modified(|now| {
             let differs = *now != wanted;
@@ -100,7 +100,7 @@ impl CoordinatorHandle {
         });
     }
 
-    /// Changes a part of what is wanted.
+    /// Changes a part of the desired state.
     pub fn change(&self, change: impl FnOnce(&mut Wanted)) {
         let mut wanted = self.wanted.borrow().clone();
         change(&mut wanted);
@@ -112,7 +112,7 @@ impl CoordinatorHandle {
         !self.task.is_finished()
     }
 
-    /// Why it stopped deciding, as text; `None` while it runs, and if it was stopped.
+    /// Why it stopped deciding, as text; `None` while it runs, and after a cancellation.
     pub fn stepped_down(&self) -> Option<&str> {
         self.stepped_down.get().map(String::as_str)
     }
@@ -147,7 +147,7 @@ pub struct Coordinator {
 struct Agent {
     address: String,
     attachment: Option<Attachment>,
-    /// Whether it reported its state.
+    /// Whether the agent reported its state.
     reported: bool,
 }
 
@@ -211,7 +211,7 @@ impl Coordinator {
             };
             let mut changed = false;
             for observation in self.others_came_back().into_iter().chain(observations) {
-                // A heartbeat of each of a thousand agents each second must not make a view of a thousand members each time.
+                // A thousand agents send a heartbeat each second: none of them must cause a new view of a thousand members.
                 changed |= !matches!(observation, Observation::Alive { .. } | Observation::ComingBack { .. });
                 let decisions = self.membership.step(self.clock.now(), observation);
                 changed |= !decisions.is_empty();
@@ -228,7 +228,7 @@ impl Coordinator {
         }
     }
 
-    /// Before all other decisions: no member's wait ends while agents still reconnect to this controller.
+    /// Comes before all other decisions: no member's wait ends while agents still reconnect to this controller.
     fn others_came_back(&self) -> Option<Observation> {
         let arrival = self.context.directory.last_arrival().filter(|_| self.membership.waits_for_earlier_group())?;
         Some(Observation::ComingBack { at: self.clock.at(arrival) })
@@ -236,13 +236,13 @@ impl Coordinator {
 
     fn publish(&mut self) {
         let view = self.membership.view();
-        // Readiness follows once enough replicas went back: until then those that have not serve on.
+        // Readiness follows once enough replicas have gone back: until then, the others continue to serve.
         let returned = view.returned.filter(|_| view.wanted == view.version);
         let current = view.wanted.as_ref().or(view.version.as_ref());
         let hindrance = view.hindrance.as_ref();
         let common = Common { current, returned, newest: view.newest, suspended: self.wanted.borrow().suspend, hindrance };
         let common_change = self.context.directory.set_common(&self.applied.config.weightsync, common);
-        // Anyone who is not listened to announces itself anyway.
+        // An agent without a stream announces itself anyway.
         let listening = self.agents.iter().filter(|(_, agent)| agent.attachment.is_some()).map(|(incarnation, _)| incarnation);
         let reported = common_change.concerns(&view, listening).into_iter().map(|agent| self.target(agent)).collect();
         self.calls.tell(reported, "/v1/announce", &(), self.context.timing.tell);
@@ -253,7 +253,7 @@ impl Coordinator {
         });
     }
 
-    /// What changed in what is wanted, rules first: candidates are judged by them.
+    /// Changes of the desired state. Policies come first, because candidates are judged by them.
     fn wishes(&mut self) -> Vec<Observation> {
         let wanted = self.wanted.borrow_and_update().clone();
         let mut observations = Vec::new();
@@ -276,7 +276,7 @@ impl Coordinator {
         observations
     }
 
-    /// Addresses of lost agents are kept while their pod takes part, to fence them, and no longer.
+    /// Keeps the addresses of lost agents, to fence them, only while their pods take part.
     fn forget_gone(&mut self, candidates: &[Candidate]) {
         let pods: HashSet<&str> = candidates.iter().flat_map(|candidate| &candidate.pods).map(|pod| pod.uid.as_str()).collect();
         self.agents.retain(|incarnation, agent| agent.attachment.is_some() || pods.contains(incarnation.pod_uid.as_str()));
@@ -294,12 +294,12 @@ impl Coordinator {
 
     fn announced(&mut self, announcement: Announcement) -> Vec<Observation> {
         if announcement.speaks.lacks_ours(&announcement.program).is_some() {
-            // Nothing that it says would be understood.
+            // None of its messages could be read.
             return vec![Observation::Announced(announcement)];
         }
         let from = announcement.incarnation.clone();
         let known = self.agents.get(&from).and_then(|agent| agent.attachment.as_ref());
-        // A new connection each time that one of thousands of agents asks for its assignment would cost a second handshake for each.
+        // Thousands of agents request their assignment: a new connection for each request would cost a second handshake.
         if known.is_some_and(|attachment| announcement.attached || attachment.is_fresh()) {
             return Vec::new();
         }
@@ -333,7 +333,7 @@ impl Coordinator {
         vec![Observation::Announced(announcement)]
     }
 
-    /// How many agents of a pod may be listened to at once: by the engines that its pool has in it.
+    /// How many agents of a pod may have a stream at once: as many as its pool has engines in the pod.
     fn most_lives(&self, pod_uid: &str) -> usize {
         let engines = self.context.directory.claim_of(pod_uid).map_or(0, |claimed| claimed.assignment.engines.len());
         LIVES_OF_AN_ENDPOINT.saturating_mul(engines.max(1))
@@ -348,7 +348,7 @@ impl Coordinator {
                 agent.attachment = None;
                 return vec![Observation::AgentLost { from, cause }];
             }
-            // Of an attachment that was replaced: says nothing about the agent.
+            // From a replaced attachment: it shows nothing about the agent.
             Heard::Lost(_) => return Vec::new(),
             Heard::Event(event) => event,
         };
@@ -404,7 +404,7 @@ impl Coordinator {
         Target { agent, address }
     }
 
-    /// One secret an epoch, made when its first commit goes out.
+    /// One secret for each epoch, made when its first commit is sent.
     fn secret_of(&mut self, id: &EpochId) -> String {
         match &self.secret {
             Some((of, secret)) if of == id => secret.clone(),

@@ -1,13 +1,13 @@
-//! Checks the statements that members present, each once.
+//! Checks each statement that members present, once.
 //!
-//! Decides which are genuine: a source of this object signed them. What follows is membership's.
+//! Decides which statements are genuine: a source of this object signed them. Membership decides what follows.
 
 use std::collections::HashSet;
 
 use weightsync_core::protocol::{Announced, STATEMENTS, Statement};
 use weightsync_net::identity::Identity;
 
-/// Genuine statements that are remembered, so that a thousand replicas that present the same one cost one check.
+/// Most genuine statements that are remembered. A statement that a thousand replicas present is checked once.
 const REMEMBERED: usize = 1024;
 
 /// Statements about one object.
@@ -21,7 +21,7 @@ impl Statements {
         Self { weightsync: weightsync.to_owned(), genuine: HashSet::new() }
     }
 
-    /// What is proven by statements that were not seen before.
+    /// Returns what new statements prove.
     pub(super) fn check(&mut self, presented: Vec<Statement>, identity: &Identity) -> Vec<Announced> {
         let mut proven = Vec::new();
         for statement in presented.into_iter().take(STATEMENTS) {

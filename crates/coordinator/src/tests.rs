@@ -1,4 +1,4 @@
-//! Coordinator and enrolment against agents that are fake, over mutual TLS that is not.
+//! Coordinator and enrolment with fake agents, over real mutual TLS.
 
 mod enrollment;
 mod groups;

@@ -1,9 +1,9 @@
-//! Tokens for agents that have no projected one: each is made for one pod, ends soon, and belongs to the first key that shows it. Only digests
-//! are kept.
+//! Tokens for agents without a projected token. Each is made for one pod, expires soon, and belongs to the first key that presents it. Only
+//! digests are kept.
 //!
-//! Such a token is in the pod's environment, where every user who may read pods sees it. So it is accepted from the pod's own addresses
-//! only. The same key may use it again, because a response can be lost. A second key proves a theft, whichever came first: both are refused
-//! from then on.
+//! Such a token is in the pod's environment, where every user who may read pods sees it. So it is accepted only from the pod's own
+//! addresses. The same key may use it again, because a response can be lost. A second key proves a theft, whichever came first: both are
+//! refused from then on.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -20,14 +20,14 @@ use super::enrollment::{Presented, ProvenPod, TokenVerifier};
 use weightsync_core::protocol::Rejection;
 use weightsync_net::identity::KeyDigest;
 
-/// Tokens that did not end yet; beyond that the ones that end first are dropped.
+/// Most tokens that have not expired; beyond that, the ones that expire first are dropped.
 const MAX_OPEN: usize = 4096;
-/// Keys that were revoked; beyond that the ones that were revoked first are forgotten.
+/// Most revoked keys; beyond that, the ones revoked first are forgotten.
 const MAX_REVOKED: usize = 4096;
 /// Prefix of these tokens, which distinguishes them from a cluster's.
 const PREFIX: &str = "wst1-";
 
-/// Called with the pod whose token was shown with a second key.
+/// Called with the pod whose token a second key presented.
 type OnTheft = Box<dyn Fn(&ProvenPod) + Send + Sync>;
 
 /// Makes and redeems single-use tokens. Clones share them.
@@ -47,24 +47,24 @@ struct Shared {
 struct Open {
     end: Instant,
     pod: ProvenPod,
-    /// Where the pod is; anywhere if empty.
+    /// Addresses of the pod; empty allows any.
     from: Vec<IpAddr>,
-    /// The key that showed it first.
+    /// The key that presented it first.
     holder: Option<KeyDigest>,
 }
 
 impl SingleUseTokens {
-    /// Tokens end after `lifetime`.
+    /// Tokens expire after `lifetime`.
     pub fn new(lifetime: Duration) -> Self {
         Self { lifetime, shared: Arc::default() }
     }
 
-    /// Calls `theft` for each token that a second key shows. The first call of this counts.
+    /// Calls `theft` for each token that a second key presents. Only the first call of this method counts.
     pub fn on_theft(&self, theft: impl Fn(&ProvenPod) + Send + Sync + 'static) {
         self.shared.on_theft.get_or_init(|| Box::new(theft));
     }
 
-    /// Makes a token that proves to be `pod`, and that is taken from these addresses only; from any if there are none. Secret.
+    /// Makes a token that proves `pod`. It is accepted from these addresses only, or from any if there are none. Secret.
     pub fn mint(&self, pod: ProvenPod, from: Vec<IpAddr>) -> String {
         let token = format!("{PREFIX}{}", URL_SAFE_NO_PAD.encode(rand::random::<[u8; 32]>()));
         let now = Instant::now();

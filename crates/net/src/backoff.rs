@@ -1,4 +1,4 @@
-//! How long to wait before the next try: doubling from a base up to a cap, with jitter so that many do not try at once.
+//! The wait before the next try: it doubles from a base up to a cap, with jitter, so that clients do not retry at the same moment.
 
 use std::time::Duration;
 
@@ -16,14 +16,14 @@ impl Backoff {
         Self { base, cap, failures: 0 }
     }
 
-    /// Counts a failure and says how long to wait: between half and all of the doubled time.
+    /// Counts a failure and returns the wait: between half and all of the doubled time.
     pub fn failed(&mut self) -> Duration {
         let whole = self.base.saturating_mul(2u32.saturating_pow(self.failures)).min(self.cap);
         self.failures = self.failures.saturating_add(1);
         whole.mul_f64(rand::random_range(0.5..=1.0))
     }
 
-    /// The next failure waits about the base again.
+    /// Resets the count: the next failure waits about the base again.
     pub fn succeeded(&mut self) {
         self.failures = 0;
     }

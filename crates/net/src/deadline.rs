@@ -1,4 +1,4 @@
-//! Waits that end: a deadline that moving bytes extend and silence ends, with a last end that nothing extends.
+//! Deadlines of waits: moving bytes extend a deadline, silence ends it, and nothing extends its last possible end.
 
 use std::time::Duration;
 
@@ -31,12 +31,12 @@ impl ProgressDeadline {
         Self { silence, total, begun, moved: watch::Sender::new(begun) }
     }
 
-    /// Something moved: the silence limit starts again.
+    /// Records progress: the silence limit starts again.
     pub fn moved(&self) {
         self.moved.send_replace(Instant::now());
     }
 
-    /// When the wait would end if nothing moved any more.
+    /// The end of the wait if nothing moves any more.
     fn end(&self) -> Instant {
         (*self.moved.borrow() + self.silence).min(self.begun + self.total)
     }

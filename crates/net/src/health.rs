@@ -1,5 +1,6 @@
-//! `/healthz`, `/readyz`, `/metrics` and `/loglevel` of a program. Decides nothing by itself: it asks the checks that the program's parts brought.
-//! The two that probes ask have a listener of their own, so that strangers on other ports cannot make a pod look dead.
+//! `/healthz`, `/readyz`, `/metrics` and `/loglevel` of a program. Decides nothing by itself: it runs the checks that the program's parts
+//! registered. Probes have a listener of their own for `/healthz` and `/readyz`, so that strangers on other ports cannot make a pod look
+//! dead.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::Arc;
@@ -48,14 +49,14 @@ fn failed(checks: &RwLock<Vec<(&'static str, Check)>>) -> Vec<String> {
     checks.iter().filter_map(|(name, check)| check().err().map(|cause| format!("{name}: {cause}"))).collect()
 }
 
-/// Whether a peer is within the pod, or at the other end of a forwarded port: 127.0.0.1 or ::1. Other addresses of the loopback network belong to
-/// a mesh's proxy, which passes on what came from elsewhere (Istio: 127.0.0.6).
+/// Whether a peer is in the pod, or at the other end of a forwarded port: 127.0.0.1 or ::1. Other addresses of the loopback network belong
+/// to a mesh's proxy, which forwards requests from elsewhere (Istio: 127.0.0.6).
 pub fn is_local(from: SocketAddr) -> bool {
     let ip = from.ip().to_canonical();
     ip == Ipv4Addr::LOCALHOST || ip == Ipv6Addr::LOCALHOST
 }
 
-/// Whether a request names this machine. A web site whose name was made to lead here is asked for under that name (DNS rebinding).
+/// Whether a request names this machine. A web site that resolves its name to this address sends that name (DNS rebinding).
 pub fn asks_for_localhost(headers: &HeaderMap) -> bool {
     let host = headers.get(header::HOST).and_then(|host| host.to_str().ok()).unwrap_or_default();
     let name = match host.strip_prefix('[') {
@@ -80,7 +81,7 @@ pub fn probes(health: Health) -> Router {
         .with_state(health)
 }
 
-/// Address of the probes for status pages at `status`: the next port, or a free one if theirs is free.
+/// Address of the probes for status pages at `status`: the next port, or a free one if `status` has port 0.
 pub fn alongside(status: SocketAddr) -> SocketAddr {
     let port = if status.port() == 0 { 0 } else { status.port().checked_add(1).unwrap_or(0) };
     SocketAddr::new(status.ip(), port)

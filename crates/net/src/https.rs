@@ -1,7 +1,7 @@
-//! HTTP between controller and agents: JSON over mutual TLS, with the peer's identity at hand, and a deadline on every wait.
+//! HTTP between controller and agents: JSON over mutual TLS, with the peer's identity, and a deadline on every wait.
 //!
-//! [`serve_https`] and [`serve_plain`] run axum routers within [`Limits`]; [`AgentClient`] and [`ControllerClient`] call them and classify
-//! failures; [`EventStream`] reads one JSON object a line and distinguishes a closed connection from a silent one. Nothing here retries:
+//! [`serve_https`] and [`serve_plain`] run axum routers within [`Limits`]. [`AgentClient`] and [`ControllerClient`] call them and classify
+//! failures. [`EventStream`] reads one JSON object a line, and distinguishes a closed connection from a silent one. Nothing here retries:
 //! only the caller knows whether that is safe.
 
 mod client;
@@ -19,7 +19,7 @@ pub use replies::{Failed, Valid, ndjson};
 pub use server::{Access, serve_https, serve_plain};
 pub use stream::{EventStream, StreamEnd};
 
-/// reqwest wants a TLS configuration even where only plain HTTP is spoken, and panics when it has to find a provider by itself.
+/// reqwest requires a TLS configuration even for plain HTTP, and panics if it must find a provider by itself.
 pub fn no_tls() -> Result<rustls::ClientConfig, rustls::Error> {
     let provider = std::sync::Arc::new(rustls::crypto::ring::default_provider());
     let config = rustls::ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions()?;

@@ -1,6 +1,6 @@
-//! Who a program is: its key, its certificate, and the authority that it trusts.
+//! A program's identity: its key, its certificate, and the authority that it trusts.
 //!
-//! Decides which certificate is shown in the next handshake and which peers' certificates are believed. The key is made here and never
+//! Decides which certificate is presented in the next handshake, and which peers' certificates are trusted. The key is made here and never
 //! leaves memory. A renewal swaps the certificate of running servers and clients; open connections continue.
 
 mod ca;
@@ -52,12 +52,12 @@ pub enum IdentityError {
     Expired(String),
 }
 
-/// Whose certificates a server asks for.
+/// Which certificates a server requires.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ClientCertificates {
-    /// Every client must show one of the authority.
+    /// Every client must present one of the authority.
     Required,
-    /// A client may show none (enrolment).
+    /// A client may present none (enrolment).
     Optional,
 }
 
@@ -106,8 +106,8 @@ impl Identity {
         Ok(params.serialize_request(&self.0.key)?.pem()?)
     }
 
-    /// Shows this certificate (PEM) from the next handshake on. It must belong to the key, be signed by the authority, be valid now,
-    /// and name a member; otherwise nothing changes.
+    /// Presents this certificate (PEM) from the next handshake on. It must belong to the key, be signed by the authority, be valid now, and
+    /// name a member; otherwise nothing changes.
     pub fn install(&self, certificate_pem: &str) -> Result<PeerIdentity, IdentityError> {
         let chain = read_certificates("certificate", certificate_pem)?;
         let Some((leaf, intermediates)) = chain.split_first() else {
@@ -130,19 +130,19 @@ impl Identity {
         Ok(())
     }
 
-    /// Whether there is a certificate that has not expired. An expired one is never presented: a server that requires none would refuse it,
-    /// and its holder could not enrol again.
+    /// Whether there is a certificate that has not expired. An expired one is never presented: even a server that requires none would
+    /// refuse it, and its owner could not enrol again.
     pub fn is_certified(&self) -> bool {
         self.0.certified().is_some()
     }
 
-    /// Who this program is by its last certificate.
+    /// This program's identity by its last certificate.
     pub fn own(&self) -> Option<PeerIdentity> {
         let current = self.0.current.read();
         current.as_ref().map(|current| current.own.clone())
     }
 
-    /// TLS settings of a server. Later renewals reach it.
+    /// TLS settings of a server. Later renewals apply to it.
     pub fn server_config(&self, clients: ClientCertificates) -> Result<Arc<ServerConfig>, IdentityError> {
         let verifier = WebPkiClientVerifier::builder_with_provider(self.0.roots.clone(), self.0.provider.clone());
         let verifier = match clients {
@@ -154,12 +154,12 @@ impl Identity {
             .with_client_cert_verifier(verifier.build()?)
             .with_cert_resolver(Arc::new(Resolver(self.0.clone())));
         config.alpn_protocols = vec![b"http/1.1".to_vec()];
-        // A resumed session would speak for the certificate of the first one, also after the peer became another.
+        // A resumed session would keep the identity of its first certificate, even after the peer got another one.
         config.send_tls13_tickets = 0;
         Ok(Arc::new(config))
     }
 
-    /// TLS settings of a client; shows the certificate if there is one. Later renewals reach it.
+    /// TLS settings of a client; presents the certificate if there is one. Later renewals apply to it.
     pub fn client_config(&self) -> Result<ClientConfig, IdentityError> {
         let mut config = ClientConfig::builder_with_provider(self.0.provider.clone())
             .with_protocol_versions(&[&rustls::version::TLS13])?
@@ -178,7 +178,7 @@ impl Shared {
     }
 }
 
-/// Hands the certificate of the moment to each handshake.
+/// Gives the current certificate to each handshake.
 struct Resolver(Arc<Shared>);
 
 impl fmt::Debug for Resolver {

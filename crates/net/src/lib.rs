@@ -1,6 +1,6 @@
-//! What every program of this crate needs to run: certificates, HTTP with identities, deadlines, health, metrics, logs, leases.
+//! The parts that every program of WeightSync needs: certificates, HTTP with identities, deadlines, health, metrics, logs.
 //!
-//! This room moves bytes and keeps time; it never decides about groups, versions or engines.
+//! This crate moves bytes and keeps time; it never decides about groups, versions or engines.
 
 pub mod backoff;
 pub mod deadline;

@@ -1,5 +1,5 @@
-//! Where log lines go: to standard error, as text or as one JSON object a line. Standard output stays free for results. What is logged may
-//! be changed while the program runs; how lines look may not.
+//! Where log lines go: to standard error, as text or as one JSON object a line. Standard output stays free for results. The filter may
+//! change while the program runs; the format may not.
 
 mod page;
 
@@ -48,9 +48,10 @@ static FILTER: OnceLock<Filter> = OnceLock::new();
 /// Sets up logs for the whole process; `filter` is e.g. `info` or `weightsync=debug,warn`.
 pub fn init(format: LogFormat, filter: &str) -> Result<(), LogsError> {
     let parsed = parse(filter)?;
-    // A line that cannot be written (the disk is full) is lost. To say so would be one more line, and panic in whatever was logging.
+    // A line that cannot be written (the disk is full) is lost. A report of that would be one more line, and would panic in the code that
+    // logs.
     let logs = tracing_subscriber::fmt().with_writer(std::io::stderr).log_internal_errors(false);
-    // Lines of another shape make a subscriber of another type.
+    // The type of a subscriber depends on its format.
     let replace: Box<dyn Fn(EnvFilter) -> Result<(), String> + Send + Sync> = match format {
         LogFormat::Human => {
             let logs = logs.with_env_filter(parsed).with_filter_reloading();
@@ -74,13 +75,13 @@ fn parse(filter: &str) -> Result<EnvFilter, LogsError> {
     EnvFilter::try_new(filter).map_err(|source| LogsError::Filter { filter: filter.to_owned(), source })
 }
 
-/// The filter in use and the one of the start; none where logs are not set up by [`init`].
+/// The filter in use and the one from the start; `None` if [`init`] did not set up logs.
 fn filters() -> Option<(String, String)> {
     let filter = FILTER.get()?;
     Some((filter.now.lock().clone(), filter.started.clone()))
 }
 
-/// Replaces the filter; an empty one brings back that of the start. Says which one is in use now.
+/// Replaces the filter; an empty one restores the filter from the start. Returns the filter in use.
 fn change(wanted: &str) -> Result<String, LogsError> {
     let filter = FILTER.get().ok_or(LogsError::NotOurs)?;
     let wanted = match wanted.trim() {
@@ -98,7 +99,7 @@ fn change(wanted: &str) -> Result<String, LogsError> {
     Ok(wanted.to_owned())
 }
 
-/// The crates of this product, as the targets of log lines name them; `weightsync` stands for all.
+/// The crates of this product, as log lines name them as targets; `weightsync` stands for all.
 const OUR_CRATES: [&str; 9] = [
     "weightsync",
     "weightsync_agent",
@@ -116,7 +117,7 @@ pub fn is_ours(target: &str) -> bool {
     OUR_CRATES.contains(&target.split("::").next().unwrap_or_default())
 }
 
-/// Libraries print at `trace` what they send, keys and tokens among it: only our own code may be traced while it runs.
+/// At `trace`, libraries print the data that they send, including keys and tokens. So only our own code may be traced while it runs.
 fn check(filter: &str) -> Result<(), LogsError> {
     if filter.contains('[') {
         return Err(LogsError::Refused("a filter by spans or fields is taken at the start only".into()));
@@ -124,7 +125,7 @@ fn check(filter: &str) -> Result<(), LogsError> {
     for directive in filter.split(',').map(str::trim).filter(|directive| !directive.is_empty()) {
         let (target, level) = match directive.split_once('=') {
             Some((target, level)) => (target, level.parse::<LevelFilter>().unwrap_or(LevelFilter::TRACE)),
-            // One word is a level, or else a target of which everything is logged.
+            // A single word is a level, or else a target of which everything is logged.
             None => match directive.parse::<LevelFilter>() {
                 Ok(level) => ("", level),
                 Err(_) => (directive, LevelFilter::TRACE),

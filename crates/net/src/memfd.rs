@@ -1,7 +1,7 @@
-//! A run of shared memory without a path: made and sealed by the agent, mapped once by each side (a trainer, a GPU worker).
+//! A run of shared memory without a path. The agent makes and seals it; each side (a trainer, a GPU worker) maps it once.
 //!
-//! The size is sealed, so no side can pull the memory away under the other (a shrunk mapping would kill the reader by SIGBUS). This file
-//! knows addresses and lengths; what lies where, and who may write when, is its users' business.
+//! The size is sealed, so that no side can shrink it: a shrunk mapping would kill the reader by SIGBUS. This file knows addresses and
+//! lengths. Its users decide the content of each range, and when a side may write it.
 #![allow(unsafe_code)]
 
 use std::io;
@@ -26,8 +26,8 @@ unsafe impl Send for SharedMemory {}
 unsafe impl Sync for SharedMemory {}
 
 impl SharedMemory {
-    /// New zeroed memory of `length` bytes, mapped for reading. All pages are taken now, so that a lack of memory is an error here and
-    /// not a signal in the middle of an update, and so that they are charged to this process.
+    /// New zeroed memory of `length` bytes, mapped for reading. All pages are allocated now and charged to this process. So a lack of
+    /// memory is an error here, and not a signal in the middle of an update.
     pub fn create(name: &str, length: usize) -> io::Result<Self> {
         Self::map(Self::make(name, length)?, 0, length, false)
     }
@@ -46,7 +46,7 @@ impl SharedMemory {
         Ok(fd)
     }
 
-    /// Memory that the other side made, mapped for reading and writing. Refuses one that is shorter than `length` or that could shrink.
+    /// Memory that the other side made, mapped for reading and writing. Refused if it is shorter than `length` or could shrink.
     pub fn attach(fd: OwnedFd, length: usize) -> io::Result<Self> {
         let size = usize::try_from(rustix::fs::fstat(&fd)?.st_size).unwrap_or(0);
         if size < length {
@@ -59,8 +59,8 @@ impl SharedMemory {
         Self::map(fd, 0, length, true)
     }
 
-    /// The next part of memory that is mapped elsewhere too: `length` bytes from `offset` on, mapped for reading and writing. The offset is a
-    /// multiple of the page size. Anyone who maps several parts keeps them apart.
+    /// Maps a part of the same memory: `length` bytes from `offset` on, for reading and writing. The offset is a multiple of the page size.
+    /// The caller must keep several parts disjoint.
     pub fn part(&self, offset: usize, length: usize) -> io::Result<Self> {
         if offset.checked_add(length).is_none_or(|end| end > self.length) {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "the part lies beyond the shared memory"));
@@ -77,22 +77,22 @@ impl SharedMemory {
         Ok(Self { fd, base, length, writable })
     }
 
-    /// What to pass to the other side.
+    /// The descriptor to pass to the other side.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
     }
 
-    /// Bytes of a range, or `None` when it does not lie inside.
+    /// Bytes of a range, or `None` if it is not inside.
     ///
-    /// The other process must not write there meanwhile. One that does anyway cannot break this process, only its own version: the
-    /// digest that travels with a bucket is computed from what is sent, and every receiver computes it again.
+    /// The other process must not write there meanwhile. If it does anyway, it breaks only its own version, not this process. The digest
+    /// that travels with a bucket is computed from the bytes that are sent, and every receiver computes it again.
     pub fn bytes(&self, range: Range<usize>) -> Option<&[u8]> {
         let length = range.end.checked_sub(range.start).filter(|_| range.end <= self.length)?;
         // SAFETY: the range lies inside a mapping that lives as long as `self` and cannot shrink (sealed); bytes have no invalid value.
         Some(unsafe { std::slice::from_raw_parts(self.base.as_ptr().add(range.start), length) })
     }
 
-    /// Bytes of a range for writing, or `None` when it does not lie inside or was mapped for reading only.
+    /// Bytes of a range for writing, or `None` if it is not inside or was mapped for reading only.
     pub fn bytes_mut(&mut self, range: Range<usize>) -> Option<&mut [u8]> {
         let length = range.end.checked_sub(range.start).filter(|_| range.end <= self.length && self.writable)?;
         // SAFETY: as above, mapped for writing, and `&mut self` excludes every other reference of this process.

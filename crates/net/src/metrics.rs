@@ -1,6 +1,6 @@
-//! Numbers for Prometheus. Names, meanings and labels are [`Definition`]s: `docs/metrics.md` is made from them, and tests hold what a program
-//! really exposes against them. No label of a histogram holds an object's name, and every label's values are a closed set, so that the
-//! number of series is bounded.
+//! Numbers for Prometheus. Names, meanings and labels are [`Definition`]s. `docs/metrics.md` is made from them, and tests compare them with
+//! what a program exposes. No label of a histogram contains an object's name, and the values of every label are a closed set. So the number
+//! of series is bounded.
 
 pub mod process;
 
@@ -24,7 +24,7 @@ pub enum Kind {
     Counter,
     Gauge,
     Histogram,
-    /// Says something by its labels; its value is 1.
+    /// Its labels carry the information; its value is 1.
     Info,
 }
 
@@ -43,11 +43,11 @@ pub struct Definition {
     pub name: &'static str,
     /// What it is.
     pub kind: Kind,
-    /// What it counts in.
+    /// Its unit.
     pub unit: In,
-    /// What it says, without a full stop.
+    /// Its meaning, without a full stop.
     pub help: &'static str,
-    /// Its labels, and what their values are.
+    /// Its labels, with the meaning of their values.
     pub labels: &'static [(&'static str, &'static str)],
 }
 
@@ -119,7 +119,7 @@ impl Definition {
         }
     }
 
-    /// Begins its family in the answer of a collector, which gives the series.
+    /// Begins its family in the output of a collector, which adds the series.
     pub fn encode<'a>(&self, encoder: &'a mut DescriptorEncoder<'_>) -> Result<MetricEncoder<'a>, std::fmt::Error> {
         let kind = match self.kind {
             Kind::Counter => MetricType::Counter,
@@ -140,7 +140,7 @@ impl Definition {
         encoder.encode_family(labels)?.encode_gauge(&value)
     }
 
-    /// As the exposition says it.
+    /// Its help text in the exposition.
     fn sentence(&self) -> String {
         format!("{}.", self.help)
     }
@@ -183,7 +183,7 @@ impl Metrics {
         self.0.lock().register_collector(Box::new(collector));
     }
 
-    /// The OpenMetrics text.
+    /// The metrics as OpenMetrics text.
     pub(crate) fn text(&self) -> Result<String, std::fmt::Error> {
         let registry = self.0.lock();
         let mut text = String::new();
@@ -203,13 +203,13 @@ pub fn table(definitions: &[Definition]) -> String {
             Kind::Info => "info",
         };
         let labels: Vec<String> = definition.labels.iter().map(|(label, values)| format!("`{label}` ({values})")).collect();
-        // Nothing is wrong with a String that is written to.
+        // Writing to a String cannot fail.
         let _ = writeln!(text, "| `{}` | {kind} | {} | {} |", definition.series(), labels.join(", "), definition.help);
     }
     text
 }
 
-/// Holds an exposition against the definitions, for tests: families and labels that no definition has. A family without a series is not
+/// Compares an exposition with the definitions, for tests: returns families and labels without a definition. A family without series is not
 /// exposed at all.
 #[cfg(any(test, feature = "testing"))]
 pub fn differences(exposition: &str, definitions: &[Definition]) -> Vec<String> {

@@ -1,7 +1,7 @@
 //! Ends a program on a signal: the first SIGTERM or SIGINT stops all parts, the second ends the process at once.
 //!
-//! It also decides the meaning of a SIGHUP: a closed terminal, or a request to read files again. A program that was started with `nohup`
-//! never ends by it.
+//! It also decides the meaning of a SIGHUP: a closed terminal, or a request to read files again. A SIGHUP never ends a program that was
+//! started with `nohup`.
 
 use std::future::pending;
 use std::time::Duration;
@@ -13,7 +13,7 @@ use tokio_util::sync::CancellationToken;
 /// Exit status after the second signal.
 const ABORTED: i32 = 130;
 
-/// Between SIGHUP and the moment from which on a program has no terminal any more.
+/// Longest time between SIGHUP and the loss of the terminal.
 const DETACHED: Duration = Duration::from_millis(250);
 const LOOK: Duration = Duration::from_millis(25);
 
@@ -22,7 +22,7 @@ pub fn on_signals() -> std::io::Result<CancellationToken> {
     Ok(stop_on(Signals::new()?))
 }
 
-/// As [`on_signals`], and SIGHUP counts as SIGTERM does, unless the program was started with `nohup`.
+/// As [`on_signals`], and SIGHUP counts as SIGTERM, unless the program was started with `nohup`.
 pub fn on_signals_and_hangup() -> std::io::Result<CancellationToken> {
     let hangup = if hangup_is_ignored() { None } else { Some(signal(SignalKind::hangup())?) };
     Ok(stop_on(Signals { hangup, ..Signals::new()? }))
@@ -35,7 +35,7 @@ fn stop_on(mut signals: Signals) -> CancellationToken {
         signals.any().await;
         tracing::info!("asked to stop");
         reported.cancel();
-        // A closed terminal may send several.
+        // A closed terminal may send several SIGHUPs.
         signals.hangup = None;
         signals.any().await;
         tracing::warn!("asked to stop again: ending at once");
@@ -64,7 +64,7 @@ impl Signals {
     }
 }
 
-/// Waits for the signal; for ever where there is none.
+/// Waits for the signal; pending without end if there is none.
 async fn next(signal: Option<&mut Signal>) {
     let received = match signal {
         Some(signal) => signal.recv().await,
@@ -75,12 +75,12 @@ async fn next(signal: Option<&mut Signal>) {
     }
 }
 
-/// What a SIGHUP means.
+/// The meaning of a SIGHUP.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Hangup {
-    /// The terminal that the program was started in is closed.
+    /// The terminal in which the program was started was closed.
     Closed,
-    /// Files are to be read again.
+    /// Files must be read again.
     Reread,
 }
 
@@ -88,7 +88,7 @@ pub enum Hangup {
 #[derive(Debug)]
 pub struct Hangups {
     signal: Signal,
-    /// Whether the program ends with a terminal.
+    /// Whether the program ends with its terminal.
     attached: bool,
 }
 
@@ -99,11 +99,11 @@ impl Hangups {
         Ok(Self { signal: signal(SignalKind::hangup())?, attached })
     }
 
-    /// Waits for the next one and says what it means.
+    /// Waits for the next SIGHUP and returns its meaning.
     pub async fn next(&mut self) -> Hangup {
         next(Some(&mut self.signal)).await;
         let mut waited = Duration::ZERO;
-        // The kernel may take the terminal away just after it sent the signal.
+        // The kernel may remove the terminal just after it sent the signal.
         while self.attached && waited <= DETACHED {
             if !has_terminal() {
                 return Hangup::Closed;
@@ -120,10 +120,10 @@ fn has_terminal() -> bool {
     std::fs::File::open("/dev/tty").is_ok()
 }
 
-/// Whether SIGHUP is ignored, as `nohup` has it.
+/// Whether SIGHUP is ignored, as under `nohup`.
 fn hangup_is_ignored() -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:")).map(str::trim);
-    // SIGHUP is signal 1, which is the lowest bit.
+    // SIGHUP is signal 1: the lowest bit.
     ignored.and_then(|mask| u64::from_str_radix(mask, 16).ok()).is_some_and(|mask| mask & 1 == 1)
 }

@@ -1,4 +1,4 @@
-//! A group on one host: starts the supervisor and the coordinator, and is the handle by which a command talks to both.
+//! A group on one host: starts the supervisor and the coordinator. Commands control both through it.
 
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
@@ -48,7 +48,7 @@ pub struct GroupSpec {
     pub join: JoinPolicy,
     /// How long a joining replica waits for others.
     pub debounce: Duration,
-    /// The version that the group goes back to and is held at.
+    /// The version to which the group returns, and at which it stays.
     pub target: Option<Version>,
     /// The program that is started as an agent: this one.
     pub program: PathBuf,
@@ -84,13 +84,13 @@ struct Broadcast(broadcast::Sender<CoordinatorEvent>);
 impl EventSink for Broadcast {
     fn publish(&self, event: CoordinatorEvent) {
         tracing::info!(reason = %event.reason, member = event.member.as_ref().map(tracing::field::display), "{}", event.message);
-        // No one listens: the log has it.
+        // Without a listener, the log has the Event.
         let _ = self.0.send(event);
     }
 }
 
 impl Group {
-    /// Starts everything; returns when the processes were started, not when the group stands.
+    /// Starts everything. Returns when the processes are started, before the group is formed.
     pub async fn start(spec: GroupSpec) -> Result<Self, GroupError> {
         Self::start_certified(spec, CERTIFICATES).await
     }
@@ -149,27 +149,27 @@ impl Group {
         Ok(Self { orders, view, events, cancel, _supervisor: supervisor, _server: server, _certified: certified })
     }
 
-    /// What membership knows, as it changes.
+    /// The view of membership, as it changes.
     pub fn view(&self) -> watch::Receiver<MembershipView> {
         self.view.clone()
     }
 
-    /// What happens, from now on.
+    /// Events from now on.
     pub fn events(&self) -> broadcast::Receiver<CoordinatorEvent> {
         self.events.subscribe()
     }
 
-    /// Kills a pod's processes with SIGKILL and does not start them again; false when there is no such pod.
+    /// Kills a pod's processes with SIGKILL and does not restart them. Returns false if the pod does not exist.
     pub async fn kill(&self, pod: &str) -> bool {
         self.order(|done| Order::Signal { pod: pod.to_owned(), signal: Signal::KILL, done }).await.unwrap_or(false)
     }
 
-    /// Freezes a pod's processes with SIGSTOP: they live, hold their connections, and say nothing; false when there is no such pod.
+    /// Freezes a pod's processes with SIGSTOP: they keep their connections and send nothing. Returns false if the pod does not exist.
     pub async fn freeze(&self, pod: &str) -> bool {
         self.order(|done| Order::Signal { pod: pod.to_owned(), signal: Signal::STOP, done }).await.unwrap_or(false)
     }
 
-    /// Restarts a killed or frozen pod: same name, another UID; false if there is no such pod.
+    /// Restarts a killed or frozen pod under the same name with another UID. Returns false if the pod does not exist.
     pub async fn replace(&self, pod: &str) -> bool {
         self.order(|done| Order::Replace { pod: pod.to_owned(), done }).await.unwrap_or(false)
     }
@@ -188,7 +188,7 @@ impl Group {
     /// Releases engines that another program started, stops every process in order and waits for them.
     pub async fn stop(&self) {
         self.cancel.cancel();
-        // The supervisor takes no order any more when its processes have ended.
+        // The supervisor accepts no command after its processes have ended.
         let _ = tokio::time::timeout(Duration::from_secs(30), self.orders.closed()).await;
     }
 }

@@ -1,7 +1,8 @@
-//! A process that outlives this one, to end what this one started: SIGKILL and a closed terminal leave a program no time to do so.
+//! A process that outlives this one and ends the processes that this one started: SIGKILL and a closed terminal leave a program no time for
+//! it.
 //!
-//! This side names the processes that run, line by line, on the guard's standard input. The other side, [`run`], acts when that input ends.
-//! It ends exactly the processes that were named and did not end since: a process id that was given to another process is left alone.
+//! This side writes the running processes to the guard's standard input, one a line. The other side, [`run`], acts when that input ends. It
+//! ends only processes that were named and still run. It leaves a process id alone that another process has by then.
 
 use std::fmt::{self, Display};
 use std::io::{self, BufRead};
@@ -16,14 +17,14 @@ use tokio::process::{Child, Command};
 
 use super::process::Whole;
 
-/// How often it is looked whether processes ended.
+/// Interval at which the guard checks whether processes ended.
 const LOOK: Duration = Duration::from_millis(20);
 /// Longest wait for processes to end after SIGKILL.
 const KILLED: Duration = Duration::from_secs(5);
-/// Processes that are guarded at most; a group has two for each pod.
+/// Most processes that are guarded; a group has two for each pod.
 const MOST: usize = 4096;
 
-/// The guard of the processes of one group. When it is dropped, and when this process dies, the guard ends those that still run.
+/// The guard of the processes of one group. When it is dropped or this process dies, the guard ends those that still run.
 #[derive(Debug)]
 pub(super) struct Guard {
     input: OwnedFd,
@@ -36,11 +37,11 @@ impl Guard {
         let log = std::fs::OpenOptions::new().create(true).append(true).open(log)?;
         let mut command = Command::new(program);
         command.arg("guard").stdin(Stdio::piped()).stdout(Stdio::null()).stderr(log);
-        // What a terminal sends to our process group must not end it before us.
+        // A signal from the terminal to our process group must not end the guard before us.
         command.process_group(0);
         let mut child = command.spawn()?;
         let input = child.stdin.take().ok_or_else(|| io::Error::other("the guard has no standard input"))?;
-        // Never waited for: tokio reaps it when it ended.
+        // Not awaited: tokio reaps it when it ended.
         Ok(Self { input: input.into_owned_fd()?, _child: child })
     }
 
@@ -52,7 +53,7 @@ impl Guard {
         self.say(&Line::Ended(pid));
     }
 
-    /// The pipe does not block: a line is shorter than what a pipe takes at once.
+    /// The write does not block: a line is shorter than the pipe's buffer.
     fn say(&self, line: &Line) {
         if let Err(error) = rustix::io::write(&self.input, format!("{line}\n").as_bytes()) {
             tracing::warn!(%error, "cannot register a process with the guard: it may outlive this program if that is killed");
@@ -65,7 +66,7 @@ impl Guard {
 struct Ward {
     pid: Pid,
     whole: Whole,
-    /// Between SIGTERM and SIGKILL.
+    /// Time between SIGTERM and SIGKILL.
     grace: Duration,
 }
 
@@ -94,7 +95,7 @@ impl FromStr for Line {
     type Err = ();
 
     fn from_str(line: &str) -> Result<Self, ()> {
-        // 0, 1 and negative numbers mean more than one process.
+        // 0, 1 and negative numbers address more than one process.
         let pid = |word: &str| word.parse().ok().filter(|pid| *pid > 1).and_then(Pid::from_raw).ok_or(());
         match line.split_whitespace().collect::<Vec<_>>().as_slice() {
             ["started", of, word, grace] => {
@@ -111,7 +112,7 @@ impl FromStr for Line {
     }
 }
 
-/// A process that was named, and when it began.
+/// A named process and its start time.
 struct Guarded {
     ward: Ward,
     began: u64,
@@ -123,7 +124,7 @@ impl Guarded {
     }
 
     fn signal(&self, signal: Signal) {
-        // An error means that it ended.
+        // An error means that the process has ended.
         let _ = match self.ward.whole {
             Whole::Process => kill_process(self.ward.pid, signal),
             Whole::Group => kill_process_group(self.ward.pid, signal),
@@ -131,15 +132,15 @@ impl Guarded {
     }
 }
 
-/// Notes the processes that `input` names, and ends those that still run when it ends.
+/// Records the processes that `input` names. When `input` ends, it ends those that still run.
 ///
 /// # Errors
 ///
-/// A line is invalid, or there are more processes than a group can have; earlier processes are ended anyway.
+/// A line is invalid, or there are more processes than a group can have. Processes that were named before are ended anyway.
 pub fn run(input: impl BufRead) -> io::Result<()> {
     let mut guarded = Vec::new();
     let read = follow(input, &mut guarded);
-    // Agents first: they resume what they paused while their engine still answers, and end what they do with it.
+    // Agents first: they resume engines that they paused, and complete their work with them, while the engines still respond.
     let (agents, engines): (Vec<Guarded>, Vec<Guarded>) = guarded.into_iter().partition(|guarded| guarded.ward.whole == Whole::Process);
     end(&agents);
     end(&engines);
@@ -165,7 +166,7 @@ fn end(guarded: &[Guarded]) {
     for guarded in running() {
         eprintln!("the program that started process {} is gone: it is asked to end", guarded.ward.pid.as_raw_nonzero());
         guarded.signal(Signal::TERM);
-        // One that was stopped must be able to.
+        // A stopped process cannot end.
         guarded.signal(Signal::CONT);
     }
     while running().any(|guarded| begun.elapsed() < guarded.ward.grace) {
@@ -181,10 +182,10 @@ fn end(guarded: &[Guarded]) {
     }
 }
 
-/// When a process began, in ticks since the machine did; none where it ended.
+/// Start time of a process, in ticks since the boot; `None` if it has ended.
 fn began(pid: Pid) -> Option<u64> {
     let stat = std::fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero())).ok()?;
-    // The name of a process may contain anything; after its last parenthesis come its state and, twenty words later, its start time.
+    // A process name may contain anything. After its last parenthesis come the state and, twenty fields later, the start time.
     let mut words = stat.rsplit(')').next()?.split_whitespace();
     let state = words.next()?;
     words.nth(18).filter(|_| !matches!(state, "Z" | "X"))?.parse().ok()

@@ -1,4 +1,4 @@
-//! What a pod is on one host: an agent, and an engine where it was given a command. Holds values only.
+//! A pod on one host: an agent, and an engine if its command was given. Holds values only.
 
 use std::collections::BTreeMap;
 
@@ -13,7 +13,7 @@ pub struct PodSpec {
     /// The pool of a rollout; none for the source.
     pub pool: Option<String>,
     pub size: u32,
-    /// UUIDs of the GPUs that its agent uses, in the order of its ranks; none: over TCP only.
+    /// UUIDs of the GPUs that its agent uses, in the order of its ranks; empty: TCP only.
     pub gpus: Vec<String>,
     /// Its engine; none for a source.
     pub engine: Option<EngineProgram>,
@@ -24,9 +24,9 @@ pub struct PodSpec {
 pub struct EngineProgram {
     /// Its settings for the agent.
     pub assignment: EngineAssignment,
-    /// The command that starts it; empty if another program does.
+    /// The command that starts it; empty if another program starts it.
     pub command: Vec<String>,
-    /// Environment besides our own.
+    /// Environment in addition to our own.
     pub environment: BTreeMap<String, String>,
 }
 

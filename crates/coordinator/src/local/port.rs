@@ -1,6 +1,6 @@
-//! Ports for engines that get their port before they listen.
+//! Ports for engines that receive their port before they listen.
 //!
-//! Takes none of those that the kernel gives to connections: one that is free now would often be taken before the engine has started.
+//! Uses no port from the range that the kernel gives to connections: such a port is often taken before the engine has started.
 
 use std::collections::HashSet;
 use std::io;
@@ -8,12 +8,12 @@ use std::net::{Ipv4Addr, TcpListener};
 
 use parking_lot::Mutex;
 
-/// Tries before a port of the kernel's choice must do.
+/// Attempts outside that range before the kernel chooses a port.
 const TRIES: usize = 200;
 /// Lower ports belong to well-known services.
 const LOWEST: u16 = 10_240;
 
-/// Given out by this process already.
+/// Ports that this process has given out.
 static GIVEN: Mutex<Option<HashSet<u16>>> = Mutex::new(None);
 
 /// A free port of 127.0.0.1, never the same twice.
@@ -29,7 +29,7 @@ pub fn free_port() -> io::Result<u16> {
     Ok(TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr()?.port())
 }
 
-/// The first port that the kernel gives to connections.
+/// The first port of the range that the kernel gives to connections.
 fn ephemeral() -> Option<u16> {
     let range = std::fs::read_to_string("/proc/sys/net/ipv4/ip_local_port_range").ok()?;
     range.split_whitespace().next()?.parse().ok()

@@ -14,7 +14,7 @@ use tokio::task::JoinHandle;
 
 use super::guard::Guard;
 
-/// How long a process that is killed may take to end.
+/// Longest time that a killed process may take to end.
 const KILLED: Duration = Duration::from_secs(5);
 
 /// A running child. Dropping it kills it.
@@ -29,19 +29,20 @@ pub(super) struct Start<'a> {
     pub program: &'a str,
     pub arguments: &'a [String],
     pub environment: Vec<(String, String)>,
-    /// Appended to.
+    /// The log file; output is appended.
     pub log: &'a Path,
-    /// Written to its standard input, which then stays open until we end: a secret stands neither in a command line nor in an environment.
+    /// Written to its standard input, which stays open until this program ends. So a secret appears neither in a command line nor in an
+    /// environment.
     pub input: Option<String>,
-    /// What a signal is for.
+    /// Which processes get its signals.
     pub whole: Whole,
-    /// How long it may take to end after SIGTERM before SIGKILL.
+    /// Time between SIGTERM and SIGKILL.
     pub grace: Duration,
-    /// Ends it when this program dies.
+    /// Ends it if this program dies.
     pub guard: Arc<Guard>,
 }
 
-/// What ends with a child.
+/// Which processes get the signals to a child.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Whole {
     /// The child alone.
@@ -56,7 +57,7 @@ impl Process {
         let log = OpenOptions::new().create(true).append(true).open(start.log)?;
         let mut command = Command::new(start.program);
         command.args(start.arguments).envs(start.environment).stdin(Stdio::piped()).stdout(log.try_clone()?).stderr(log).kill_on_drop(true);
-        // A terminal's Ctrl-C goes to our whole process group: an agent in it would end before its engine was released.
+        // A terminal's Ctrl-C goes to our whole process group: in that group, an agent would end before its engine is released.
         command.process_group(0);
         let mut child = command.spawn()?;
         let pid = child.id().and_then(|id| i32::try_from(id).ok()).and_then(Pid::from_raw);
@@ -66,7 +67,7 @@ impl Process {
         let waiter = tokio::spawn(async move {
             let mut stdin = child.stdin.take();
             if let (Some(stdin), Some(input)) = (stdin.as_mut(), input) {
-                // A child that reads nothing ends, or says so itself.
+                // A child that does not read this ends, or reports the problem itself.
                 let _ = stdin.write_all(input.as_bytes()).await;
                 let _ = stdin.flush().await;
             }
@@ -82,7 +83,7 @@ impl Process {
         self.pid.as_raw_nonzero().get()
     }
 
-    /// Sends a signal; nothing happens when it ended. The child is reaped by our own task only, so the pid is ours until then.
+    /// Sends a signal; has no effect after the child ended. Only our own task reaps the child, so the pid is ours until then.
     pub(super) fn signal(&self, signal: Signal) {
         if !self.waiter.is_finished() {
             let _ = match self.whole {
@@ -92,7 +93,7 @@ impl Process {
         }
     }
 
-    /// Asks it to end, makes it end after a grace, and waits for it.
+    /// Requests its end, kills it after the grace period, and waits for it.
     pub(super) async fn stop(mut self, grace: Duration) {
         self.signal(Signal::TERM);
         if tokio::time::timeout(grace, &mut self.waiter).await.is_err() {

@@ -1,11 +1,11 @@
-//! When a process that ended is started again: the longer it fails in a row, the longer it waits, and one that worked for a while counts
-//! as new. Holds times only; starts nothing.
+//! When an ended process is restarted: the wait grows with each failure in a row. A process that worked for a while starts again without
+//! failures. Holds times only; starts nothing.
 
 use std::time::{Duration, Instant};
 
 use weightsync_net::backoff::Backoff;
 
-/// A process that ran for this long worked: it did not fail in a row with the times before. Longer than any start takes to fail by itself.
+/// A process that ran for this long has worked: its earlier failures no longer count. Longer than any start takes to fail.
 const WORKED: Duration = Duration::from_secs(10);
 
 #[derive(Debug)]
@@ -23,7 +23,7 @@ impl Restarts {
         self.started = Some(now);
     }
 
-    /// It ended, or could not be started; returns how long to wait before the next start.
+    /// Records that it ended or could not be started. Returns the wait before the next start.
     pub(super) fn ended(&mut self, now: Instant) -> Duration {
         if self.started.take().is_some_and(|started| now.saturating_duration_since(started) >= WORKED) {
             self.backoff.succeeded();

@@ -19,7 +19,7 @@ impl FileStore {
         Self { path: directory.join("epoch") }
     }
 
-    /// The epoch as it stands; 0 when there is none.
+    /// The stored epoch; 0 if there is none.
     pub fn read(&self) -> Result<u64, PersistError> {
         match std::fs::read_to_string(&self.path) {
             Ok(text) => {

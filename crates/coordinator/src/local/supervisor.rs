@@ -1,4 +1,4 @@
-//! Keeps the processes of a group alive and says which pods there are. Decides when a process is started again (with a growing wait); never
+//! Keeps the processes of a group running, and reports which pods exist. Decides when a process is restarted (with a growing wait). Never
 //! decides membership, and never checks what the processes do.
 
 use std::collections::HashMap;
@@ -24,11 +24,11 @@ use weightsync_net::identity::Ca;
 /// Longest wait for members to leave the group when it is stopped.
 const RELEASE: Duration = Duration::from_secs(5);
 
-/// Longest wait for an engine that continues without `local` and may hold half an update: its agent gives it whole weights (60 s at most)
-/// and leaves its group (10 s).
+/// Longest wait for an engine that continues without `local` and may hold half an update: its agent restores complete weights (60 s at
+/// most) and leaves its group (10 s).
 const RESTORE: Duration = Duration::from_secs(75);
 
-/// How long a process may take to end after SIGTERM before SIGKILL.
+/// Time between SIGTERM and SIGKILL.
 const GRACE: Duration = Duration::from_secs(5);
 
 pub(super) enum Order {
@@ -67,7 +67,7 @@ impl Pod {
         self.alive && self.spec.engine.as_ref().is_some_and(|engine| engine.command.is_empty())
     }
 
-    /// How long a part of it may take to end after SIGTERM before SIGKILL.
+    /// Time between SIGTERM and SIGKILL for one of its processes.
     fn grace(&self, part: Part) -> Duration {
         if part == Part::Agent && self.goes_on() { RESTORE } else { GRACE }
     }
@@ -94,7 +94,7 @@ pub(super) struct Supervisor {
     current: Option<HeldVersion>,
 }
 
-/// What is started as one of a pod's processes.
+/// One of a pod's processes, to be started.
 struct Child {
     program: String,
     arguments: Vec<String>,
@@ -193,8 +193,8 @@ impl Supervisor {
         self.stop().await;
     }
 
-    /// Engines that another program started continue without `local`: they resume, and leave the NCCL group that they joined, which would
-    /// keep memory of their GPUs. Members that do not answer do not hold the others up for long.
+    /// Engines that another program started continue without `local`. They resume, and leave the NCCL group that they joined, which would
+    /// keep GPU memory. Members that do not respond delay the others only briefly.
     async fn let_go(&self, mut view: watch::Receiver<MembershipView>) {
         if !self.pods.iter().any(Pod::goes_on) {
             return;
@@ -220,7 +220,7 @@ impl Supervisor {
         }
     }
 
-    /// Agents first: they resume what they paused while their engine still answers, and end what they do with it.
+    /// Agents first: they resume engines that they paused, and complete their work with them, while the engines still respond.
     async fn stop(self) {
         let (mut agents, mut engines) = (Vec::new(), Vec::new());
         for pod in self.pods {
@@ -236,7 +236,7 @@ impl Supervisor {
         format!("{}-{}-{}", self.spec.name, pod.spec.name, pod.life)
     }
 
-    /// Says which pods there are and what is wanted of each. A pod whose processes ended stays one: its agent's silence speaks for it.
+    /// Reports which pods exist, with their assignments. A pod whose processes ended is still reported: its agent's silence shows the loss.
     fn tell(&self) {
         let mut claims = HashMap::new();
         let mut candidates = Vec::new();
@@ -324,7 +324,7 @@ impl Supervisor {
             ("WEIGHTSYNC_VERSION_DIR", self.spec.versions.join(&pod.spec.name).to_string_lossy().into_owned()),
             ("WEIGHTSYNC_SOCKET", self.socket(pod)),
             ("WEIGHTSYNC_STATUS_ADDRESS", "127.0.0.1:0".to_owned()),
-            // All agents see all GPUs of this host, so each needs its assignment.
+            // All agents see all GPUs of this host, so each needs the list of its own.
             ("WEIGHTSYNC_GPUS", if pod.spec.gpus.is_empty() { "none".to_owned() } else { pod.spec.gpus.join(",") }),
         ];
         let environment = environment.map(|(name, value)| (name.to_owned(), value)).to_vec();

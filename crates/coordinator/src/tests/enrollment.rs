@@ -1,4 +1,4 @@
-//! Who gets a certificate, and who may announce itself.
+//! Which agents get a certificate, and which may announce themselves.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -24,7 +24,7 @@ async fn claimed_world() -> (World, mpsc::Receiver<Arrival>) {
     claimed_world_with(1).await
 }
 
-/// With room for so many announcements.
+/// The queue has room for `room` announcements.
 async fn claimed_world_with(room: usize) -> (World, mpsc::Receiver<Arrival>) {
     let world = World::new().await;
     let (sender, announcements) = mpsc::channel(room);
@@ -71,7 +71,7 @@ async fn a_claimed_pod_with_a_token_enrols_and_announces_itself() {
     assert_eq!(announcements.recv().await.unwrap(), Arrival::Accepted(announcement("uid-0")));
 }
 
-/// PrimeIntellect-ai/prime-rl#3060: an address of the loopback is asked to other hosts, which then wait for themselves.
+/// PrimeIntellect-ai/prime-rl#3060: a loopback address is sent to other hosts, which then wait for themselves.
 /// Story F16.
 #[test]
 fn a_loopback_address_is_refused_across_pods() {
@@ -111,7 +111,7 @@ async fn token_of_one_key_works_again_for_that_key_only() {
     let pod = world.pod("actor-0", "uid-0");
     let first = Identity::new(world.ca.certificate_pem()).unwrap();
     enroll(&first, &world.controller, &pod, "a").await.unwrap();
-    // The answer of the first try was lost.
+    // The response to the first try was lost.
     let same_key = Pod { token: pod.token.clone(), ..world.pod("actor-0", "uid-0") };
     enroll(&first, &world.controller, &same_key, "a").await.unwrap();
     assert!(stolen.lock().is_empty());
@@ -120,7 +120,7 @@ async fn token_of_one_key_works_again_for_that_key_only() {
     let rejection = rejected(enroll(&second, &world.controller, &pod, "a").await);
     assert!(!rejection.retryable && rejection.message.contains("another key"), "{rejection:?}");
     assert_eq!(*stolen.lock(), ["uid-0"]);
-    // No one knows which of the two is the agent.
+    // It is not known which of the two is the agent.
     for refused in [rejected(announce(&world, &first, "uid-0").await), rejected(enroll(&first, &world.controller, &pod, "a").await)] {
         assert!(!refused.retryable && refused.message.contains("new agent"), "{refused:?}");
     }

@@ -75,14 +75,14 @@ async fn an_agent_that_falls_silent_is_left_out_within_the_bound() {
     until(&handle, "a group of three again", committed(3)).await;
 }
 
-/// F05: members are asked one after another, so one that hangs holds up all after it.
+/// F05: where members are called one after another, a silent member delays all later ones.
 #[tokio::test]
 async fn one_silent_engine_of_many_delays_no_other() {
     let world = World::new().await;
     let names: Vec<(String, String)> = (0..24).map(|n| (format!("actor-{n:02}"), format!("uid-{n}"))).collect();
     let mut pods: Vec<(&str, &str)> = names.iter().map(|(pod, uid)| (pod.as_str(), uid.as_str())).collect();
     pods.insert(0, PODS[0]);
-    // All agents are there before anything is planned, so that the first group asks all of them.
+    // All agents are present before the first plan, so that the first group includes all of them.
     let handle = world.coordinate(0, &[]);
     world.plan(&handle, &pods);
     handle.change(|wanted| wanted.members = Some((vec![], vec![])));
@@ -121,7 +121,7 @@ async fn a_stale_life_of_an_agent_is_not_listened_to() {
     let handle = world.coordinate(0, &PODS[..2]);
     let _trainer = world.agent("trainer-0", "uid-t", "a").await;
     let actor = world.agent("actor-0", "uid-0", "a").await;
-    // From now on it says that it is another life than the one that announced itself.
+    // From now on it reports another incarnation than the one that announced itself.
     actor.change(|state| state.incarnation.instance = "b".into());
     let view = until(&handle, "without the liar", |view| view.members.iter().any(|member| member.reason == Reason::AgentLost)).await;
     assert_ne!(standing(&view, "actor-0"), Some(MemberStanding::Ready));
@@ -154,7 +154,7 @@ async fn member_that_lies_about_version_and_role_changes_nothing() {
     assert!(view.epoch < 100 && *world.store.epoch.lock() < 100, "{}", view.epoch);
 }
 
-/// The version counts by its replicas' word; no one but the controller can say so to the agent that took the place of the one that led.
+/// The version counts by its replicas' reports. Only the controller can send it to the successor of the agent that led.
 #[tokio::test]
 async fn source_that_missed_a_switch_hears_what_counts() {
     let world = World::new().await;
@@ -169,7 +169,7 @@ async fn source_that_missed_a_switch_hears_what_counts() {
     drop(trainer);
     let trainer = world.agent("trainer-0", "uid-t", "b").await;
     until(&handle, "a group of three again", |view| committed(3)(view) && view.epoch > before.epoch).await;
-    // What the new group had to say is over.
+    // The new group has sent everything by now.
     trainer.beat(3).await;
     let mut calls = trainer.calls();
     let heard = *calls.borrow_and_update();
@@ -332,7 +332,7 @@ async fn followed_agent_asking_its_assignment_is_not_reattached() {
     until(&handle, "a group of two", committed(2)).await;
     let mut opened = actor.opened();
     let before = *opened.borrow();
-    // Until what listens to it counts as old.
+    // Until its stream counts as old.
     actor.beat(15).await;
     for attached in [true, true, false] {
         actor.announce(attached).await;

@@ -28,7 +28,7 @@ pub(super) const OBJECT: &str = "ws-1";
 pub(super) const SOON: Duration = Duration::from_secs(10);
 const HOUR: Duration = Duration::from_secs(3600);
 
-/// Remembers what was written, like the API server.
+/// Keeps what was written, like the API server.
 #[derive(Default)]
 pub(super) struct Store {
     pub(super) epoch: Mutex<u64>,
@@ -155,7 +155,7 @@ impl World {
         Self { ca, controller, directory, tokens, store, reported, client, _server: server }
     }
 
-    /// Starts a coordinator for the pods (name, UID), as anyone who leads with that term.
+    /// Starts a coordinator for the pods (name, UID), as the leader of that term.
     pub(super) fn coordinate(&self, term: u64, pods: &[(&str, &str)]) -> CoordinatorHandle {
         let restored = Restored { term, epoch: *self.store.epoch.lock(), version: None, highest: 0, refused: Vec::new() };
         let wanted = Wanted { config: config(), members: None, suspend: false, delete: false };
@@ -172,7 +172,7 @@ impl World {
         handle
     }
 
-    /// Says which pods take part now.
+    /// Sets the pods that take part now.
     pub(super) fn plan(&self, handle: &CoordinatorHandle, pods: &[(&str, &str)]) {
         let claims: HashMap<_, _> = pods.iter().map(|(pod, uid)| ((*uid).to_owned(), assignment(role_of(pod)))).collect();
         self.directory.claim(OBJECT, claims, Addresses::Callers);
@@ -196,7 +196,7 @@ impl World {
     }
 }
 
-/// Waits until the view shows what is asked for.
+/// Waits until the view fulfils the condition.
 pub(super) async fn until(handle: &CoordinatorHandle, what: &str, holds: impl Fn(&MembershipView) -> bool) -> MembershipView {
     let mut view = handle.view.clone();
     let seen = tokio::time::timeout(SOON, view.wait_for(|view| holds(view))).await.map(|seen| seen.unwrap().clone());

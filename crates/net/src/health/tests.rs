@@ -6,7 +6,7 @@ fn only_the_loopback_interface_is_local() {
         ("127.0.0.1:1", true),
         ("[::1]:1", true),
         ("[::ffff:127.0.0.1]:1", true),
-        // Where a mesh's proxy passes on what came from another pod.
+        // A mesh's proxy forwards requests of other pods from there.
         ("127.0.0.6:1", false),
         ("10.0.0.1:1", false),
         ("[::ffff:10.0.0.1]:1", false),

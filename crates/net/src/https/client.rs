@@ -1,6 +1,6 @@
 //! Calls to agents and to the controller. Decides the kind of a failure: not reachable, no response in time, a refusal, or an invalid
-//! response. The certificate is checked against the peer's own name, whatever address is dialled, so a successor at the same address is not
-//! taken for its predecessor.
+//! response. It checks the certificate against the peer's own name, whatever address it dials. So it does not mistake a successor at the
+//! same address for its predecessor.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -17,15 +17,15 @@ use super::stream::EventStream;
 use crate::identity::{Identity, PeerIdentity, agent_name, controller_name};
 use weightsync_core::protocol::{LONGEST_ANSWER, Refusal, Rejection};
 
-/// Peers whose connections are kept; beyond that all are dropped and opened again as needed.
+/// Most peers whose connections are kept; beyond that, all are dropped and opened again as needed.
 const KEPT_PEERS: usize = 1024;
-/// Below the time that servers keep idle connections, so that a request does not meet one that is being closed.
+/// Shorter than servers keep idle connections, so that a request does not meet one that is being closed.
 const IDLE: Duration = Duration::from_secs(8);
-/// Longest wait for a connection to the controller: one lost packet is sent again within this.
+/// Longest wait for a connection to the controller: TCP sends one lost packet again within this time.
 const CONNECT: Duration = Duration::from_millis(1500);
-/// Streams that are being opened at once.
+/// Most streams that are being opened at once.
 const OPENING: usize = 64;
-/// Longest wait for a turn to open one: 64 dead agents hold it up for one deadline.
+/// Longest wait in the queue to open one: 64 dead agents delay it by one deadline.
 const TURN: Duration = Duration::from_secs(60);
 
 #[derive(Debug, thiserror::Error)]
@@ -51,13 +51,13 @@ pub struct AgentClient {
 }
 
 impl AgentClient {
-    /// Shows `identity` to peers.
+    /// Presents `identity` to peers.
     pub fn new(identity: Identity) -> Self {
         let pool = Pool { identity, clients: Mutex::default(), idle: 4, connect: None };
         Self { pool: Arc::new(pool), opening: Arc::new(Semaphore::new(OPENING)) }
     }
 
-    /// What it shows to peers.
+    /// The identity that it presents to peers.
     pub fn identity(&self) -> &Identity {
         &self.pool.identity
     }
@@ -84,8 +84,8 @@ impl AgentClient {
         self.pool.json(call, reqwest::Client::get).await
     }
 
-    /// Opens a stream of one JSON object a line; it must begin within `deadline`, and counts as silent after `silence` without a line. Of very
-    /// many only some are opened at once: all of them together would need longer for their handshakes than any deadline.
+    /// Opens a stream of one JSON object a line. It must begin within `deadline`, and counts as silent after `silence` without a line. Only
+    /// some are opened at once: all handshakes of thousands together take longer than any deadline.
     pub async fn events<T: DeserializeOwned>(
         &self,
         address: &str,
@@ -109,11 +109,11 @@ pub struct ControllerClient {
 }
 
 impl ControllerClient {
-    /// `address` is `HOST:PORT` or `https://HOST:PORT`, resolved again for each call; the certificate is checked against the controller's
+    /// `address` is `HOST:PORT` or `https://HOST:PORT`, resolved again for each call. The certificate is checked against the controller's
     /// fixed name.
     pub fn new(identity: Identity, address: String) -> Self {
         let address = address.trim_start_matches("https://").trim_end_matches('/').to_owned();
-        // A Service may still lead to a controller that died without a word: neither a kept connection nor a new one may wait for it.
+        // A Service may still lead to a controller that died silently: neither a kept nor a new connection may wait for it.
         let pool = Pool { identity, clients: Mutex::default(), idle: 0, connect: Some(CONNECT) };
         Self { pool: Arc::new(pool), address }
     }
@@ -154,17 +154,17 @@ impl Call<'_> {
     }
 }
 
-/// Connections by peer. One client a peer, because a client looks names up by itself.
+/// Connections by peer. One client for each peer, because a client resolves names by itself.
 struct Pool {
     identity: Identity,
     clients: Mutex<HashMap<PeerKey, reqwest::Client>>,
     /// Idle connections that are kept for one peer.
     idle: usize,
-    /// Longest wait for a connection, where the whole call may take longer.
+    /// Longest wait for a connection, if the whole call may take longer.
     connect: Option<Duration>,
 }
 
-/// A connection is kept for one name at one address under one identity of our own.
+/// A connection belongs to one name at one address under one of our identities.
 #[derive(PartialEq, Eq, Hash)]
 struct PeerKey {
     name: String,
@@ -181,7 +181,7 @@ impl Pool {
         let until = Instant::now() + call.deadline;
         let response = self.send_until(&call, until, request).await?;
         let body = timeout_at(until, read_body(&call, response)).await.map_err(|_| call.timed_out())??;
-        // Many answers carry nothing: an empty body reads as `null`, so that `()` can be asked for.
+        // Many responses are empty: an empty body reads as `null`, so that callers can request `()`.
         let body: &[u8] = if body.is_empty() { b"null" } else { &body };
         serde_json::from_slice(body).map_err(|cause| call.bad(cause.to_string()))
     }
@@ -228,7 +228,7 @@ impl Pool {
         }
         let client = builder
             .use_preconfigured_tls(tls)
-            // A proxy of the environment would see, or lose, what is meant for a pod.
+            // A proxy from the environment would see, or lose, requests to a pod.
             .no_proxy()
             .redirect(reqwest::redirect::Policy::none())
             .http1_only()
@@ -277,7 +277,7 @@ fn refused(call: &Call<'_>, status: reqwest::StatusCode, body: &[u8]) -> CallErr
     call.bad(format!("HTTP {status}: {text}"))
 }
 
-/// reqwest's own text ends at "error sending request"; the cause (refused, reset, bad certificate) lies below.
+/// reqwest's own text ends at "error sending request"; its sources contain the cause (refused, reset, bad certificate).
 pub fn with_causes(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();

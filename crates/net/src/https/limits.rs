@@ -1,12 +1,12 @@
-//! How much a peer of a listener may take, and for how long; one set of numbers for each kind of listener.
+//! How much a peer of a listener may take, and for how long: one set of numbers for each kind of listener.
 //!
-//! Holds numbers only. [`super::places`] decides who gets a place, the server when time is up.
+//! Holds numbers only. [`super::places`] decides which peer gets a place; the server enforces the times.
 
 use std::time::Duration;
 
-/// Longest request body that the enrolment server reads before it knows who asks: a signing request and a projected token take 4 KiB.
+/// Longest request body that the enrolment server reads before it knows the caller: a signing request and a projected token take 4 KiB.
 pub const ENROLLMENT_BODY: usize = 8 << 10;
-/// Peers without a certificate that may be connected to the enrolment server at once.
+/// Most peers without a certificate that may be connected to the enrolment server.
 pub const ENROLLMENT_STRANGERS: usize = 256;
 
 /// How much and how long a peer may take.
@@ -22,13 +22,13 @@ pub struct Limits {
     pub answer: Duration,
     /// Bytes sent but not taken by the peer for this long end the connection.
     pub stalled: Duration,
-    /// How long requests may run on after a stop was asked for.
+    /// Longest time that requests may still run after a stop was requested.
     pub drain: Duration,
-    /// Connections at once.
+    /// Most connections.
     pub connections: usize,
-    /// Connections at once from one address.
+    /// Most connections from one address.
     pub per_address: usize,
-    /// Connections at once of peers that showed no certificate.
+    /// Most connections of peers without a certificate.
     pub strangers: usize,
     /// Longest head of a request in bytes, at least 8192.
     pub head_bytes: usize,
@@ -36,7 +36,7 @@ pub struct Limits {
     pub body_bytes: usize,
 }
 
-/// A server for members of one group: bodies as long as the layout of a large model.
+/// For a server of members of one group: bodies as long as the layout of a large model.
 impl Default for Limits {
     fn default() -> Self {
         Self {

@@ -1,5 +1,5 @@
-//! Who may hold a connection to a listener. Decides which connection ends when there are too many: of the same address first, and always one
-//! of a peer without a certificate that asks for nothing. So a peer that says nothing never keeps one out that does.
+//! Which connections a listener keeps. Decides which connection ends when there are too many: of the same address first, and always an idle
+//! one of a peer without a certificate. So a silent peer never keeps a working one out.
 //!
 //! Counts only; it never reads from a connection.
 
@@ -16,7 +16,7 @@ use tokio_util::sync::{CancellationToken, WaitForCancellationFuture};
 
 use super::limits::Limits;
 
-/// A stranger that is in the middle of a request or a handshake keeps its place for this long.
+/// A peer without a certificate keeps its place for this long during a request or a handshake.
 const PATIENCE: Duration = Duration::from_secs(2);
 
 /// The places of one listener. Clones share them.
@@ -32,9 +32,9 @@ struct Shared {
 /// Why there is no place.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Full {
-    /// That address has all that one address gets.
+    /// That address has all its places in use.
     Address,
-    /// All are in use.
+    /// All places are in use.
     Listener,
 }
 
@@ -54,7 +54,7 @@ struct Entry {
     from: IpAddr,
     /// Whether the peer showed a certificate.
     known: bool,
-    /// In the middle of a handshake, a request or an answer.
+    /// In a handshake, a request or a response.
     busy: bool,
     /// When it became busy or idle.
     since: Instant,
@@ -66,8 +66,9 @@ impl Table {
         self.taken.values().filter(|entry| of(entry)).count()
     }
 
-    /// Ends a connection among those that `of` names: strangers first, of the address that has most of them, the one that has been idle for
-    /// longest; false when all are in use. So a few addresses that come again and again never push out one that has a single connection.
+    /// Ends one of the connections that `of` selects: first peers without a certificate, of the address that has most of them, the one idle
+    /// for longest. Returns false if all are in use. So a few addresses that reconnect again and again never displace an address with a
+    /// single connection.
     fn evict(&mut self, now: Instant, of: impl Fn(&Entry) -> bool, members_too: bool) -> bool {
         let rank = |entry: &Entry| match (entry.known, entry.busy) {
             (false, false) => Some(0),
@@ -103,7 +104,7 @@ impl Places {
     pub(super) fn take(&self, from: IpAddr) -> Result<Place, Full> {
         let (now, from, limits) = (Instant::now(), from.to_canonical(), &self.0.limits);
         let mut table = self.0.table.lock();
-        // A member may displace its own connections, but no other's.
+        // A member may displace its own connections only.
         if table.count(|entry| entry.from == from) >= limits.per_address && !table.evict(now, |entry| entry.from == from, true) {
             return Err(Full::Address);
         }
@@ -118,7 +119,7 @@ impl Places {
         Ok(Place { places: self.clone(), id, evicted })
     }
 
-    /// A place for a connection from that address; where all are in use, the first that is free within [`PATIENCE`].
+    /// A place for a connection from that address. If all are in use, waits up to [`PATIENCE`] for a free one.
     pub(super) async fn wait(&self, from: IpAddr) -> Result<Place, Full> {
         let free = async {
             loop {
@@ -126,7 +127,7 @@ impl Places {
                     Err(Full::Listener) => {}
                     taken => return taken,
                 }
-                // Those in use become old enough to be ended, too.
+                // Connections in use also become old enough to be ended.
                 let _ = timeout(PATIENCE / 16, self.0.freed.notified()).await;
             }
         };
@@ -134,7 +135,7 @@ impl Places {
     }
 }
 
-/// A place of one connection, given back when this is dropped.
+/// The place of one connection; dropping it frees the place.
 pub(super) struct Place {
     places: Places,
     id: u64,
@@ -142,20 +143,20 @@ pub(super) struct Place {
 }
 
 impl Place {
-    /// The peer showed a certificate.
+    /// Records that the peer presented a certificate.
     pub(super) fn known(&self) {
         if let Some(entry) = self.places.0.table.lock().taken.get_mut(&self.id) {
             entry.known = true;
         }
     }
 
-    /// The peer is served until what this gives is dropped.
+    /// Marks the connection as in use until the returned value is dropped.
     pub(super) fn busy(self: &Arc<Self>) -> Busy {
         self.set(true);
         Busy(self.clone())
     }
 
-    /// Ends when another connection gets the place.
+    /// Completes when another connection gets the place.
     pub(super) fn evicted(&self) -> WaitForCancellationFuture<'_> {
         self.evicted.cancelled()
     }
@@ -174,7 +175,7 @@ impl Drop for Place {
     }
 }
 
-/// A connection that is served; idle again when this is dropped.
+/// A connection in use; it is idle again when this is dropped.
 pub(super) struct Busy(Arc<Place>);
 
 impl Drop for Busy {

@@ -1,4 +1,4 @@
-//! How handlers read requests and answer: refusals as JSON with a fitting status, event streams as one JSON object a line.
+//! How handlers read requests and respond: refusals as JSON with a fitting status, event streams as one JSON object a line.
 
 use axum::Json;
 use axum::body::{Body, Bytes};
@@ -13,7 +13,7 @@ use serde::de::DeserializeOwned;
 use crate::identity::PeerIdentity;
 use weightsync_core::protocol::{Refusal, RefusalCode, Rejection};
 
-/// What a handler answers when it does not do what was asked: a [`Refusal`] or a [`Rejection`], as JSON with a fitting status.
+/// The response of a handler that refuses a request: a [`Refusal`] or a [`Rejection`], as JSON with a fitting status.
 #[derive(Debug)]
 pub struct Failed<E>(pub E);
 
@@ -41,7 +41,7 @@ impl IntoResponse for Failed<Rejection> {
     }
 }
 
-/// A JSON body; a request without a readable one is answered by a [`Refusal`] of [`RefusalCode::Invalid`].
+/// A JSON body. A request without a readable one gets a [`Refusal`] of [`RefusalCode::Invalid`].
 pub struct Valid<T>(pub T);
 
 impl<T: DeserializeOwned, S: Send + Sync> FromRequest<S> for Valid<T> {
@@ -64,7 +64,7 @@ impl<S: Send + Sync> FromRequestParts<S> for PeerIdentity {
     }
 }
 
-/// Answers with one JSON object a line for as long as `events` gives some.
+/// Responds with one JSON object a line until `events` ends.
 pub fn ndjson<T: Serialize>(events: impl Stream<Item = T> + Send + 'static) -> Response {
     let lines = events.map(|event| {
         let mut line = serde_json::to_vec(&event)?;

@@ -1,5 +1,5 @@
 //! Runs a router over TLS or plain TCP. Decides when a peer took too long, and which identities are admitted; a refused peer gets an error.
-//! Who gets a place is decided by [`super::places`]. It never looks into a request.
+//! [`super::places`] decides which connections are kept. It never reads a request's content.
 
 use std::convert::Infallible;
 use std::io;
@@ -32,7 +32,7 @@ use super::replies::Failed;
 use crate::identity::{ClientCertificates, Identity, IdentityError, KeyDigest, PeerIdentity};
 use weightsync_core::protocol::{Refusal, RefusalCode};
 
-/// Handshakes at once. Of thousands that were all begun at once each took longer than its client waited, and none ended.
+/// Most handshakes at once. When thousands were begun at once, each took longer than its client waited, and none ended.
 const HANDSHAKES: usize = 64;
 
 /// Which peers a TLS server lets in.
@@ -40,7 +40,7 @@ const HANDSHAKES: usize = 64;
 pub enum Access {
     /// The controller, and agents of the same `WeightSync` as the server's own certificate.
     Group,
-    /// Everybody; handlers that take a [`PeerIdentity`] need a certificate.
+    /// Any peer. Handlers that take a [`PeerIdentity`] still require a certificate.
     Open,
 }
 
@@ -67,12 +67,12 @@ pub async fn serve_https(
         let turns = turns.clone();
         async move {
             let handshake = async {
-                // A peer that says nothing takes no turn, and its place is the first to go. Not by `ready`, which may be early.
+                // A silent peer gets no handshake slot, and its place is freed first. `ready` alone may report too early.
                 let mut byte = [0; 1];
                 timeout(limits.first, stream.peek(&mut byte)).await.map_err(|_| io::ErrorKind::TimedOut)??;
                 let _busy = place.busy();
                 let _turn = turns.acquire().await;
-                // Anyone who waited for its turn for too long is gone: no key is computed for it.
+                // A peer that waited too long for its slot has left: compute no key for it.
                 if stream.ready(Interest::READABLE).await?.is_read_closed() {
                     return Err(io::ErrorKind::UnexpectedEof.into());
                 }
@@ -145,7 +145,7 @@ where
                 });
             }
             Err(error) => {
-                // Out of file descriptors, or a connection that went away: a loop without a pause would burn a core.
+                // No file descriptor is left, or a connection was aborted: a loop without a pause would use a whole core.
                 tracing::warn!(%error, "cannot accept a connection");
                 sleep(Duration::from_millis(100)).await;
             }
@@ -160,7 +160,7 @@ where
     }
 }
 
-/// Connections that got no place; the log says so once in a while only.
+/// Connections without a place; logged only from time to time.
 #[derive(Default)]
 struct Refused {
     connections: u64,
@@ -190,7 +190,7 @@ fn set_socket_options(stream: &TcpStream, stalled: Duration) {
     }
 }
 
-/// What is known of the peer of one TLS connection.
+/// The facts about the peer of one TLS connection.
 struct Guard {
     access: Access,
     identity: Identity,
@@ -199,7 +199,7 @@ struct Guard {
 }
 
 impl Guard {
-    /// Asked for each request: the server's own certificate may have been renewed for another object since the handshake.
+    /// Checked for each request: the server's certificate may have been renewed for another object since the handshake.
     fn refusal(&self) -> Option<Refusal> {
         let allowed = match (self.access, &self.peer, self.identity.own()) {
             (Access::Open, _, _) | (Access::Group, Some(PeerIdentity::Controller), _) => true,
@@ -257,7 +257,7 @@ async fn connection<S>(
     }
 }
 
-/// The body of an answer: its connection is in use until all of it was sent.
+/// The body of a response: its connection is in use until all of it is sent.
 struct Served {
     body: Body,
     _busy: Busy,

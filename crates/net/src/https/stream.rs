@@ -1,5 +1,5 @@
-//! Reads one JSON object a line from an answer that does not end. Decides how a stream ended: closed (the peer died or left), silent
-//! (it lives perhaps, but says nothing), or nonsense.
+//! Reads one JSON object a line from a response without an end. Decides how a stream ended: closed (the peer died or left), silent (it may
+//! run, but sends nothing), or invalid.
 
 use std::marker::PhantomData;
 use std::pin::Pin;
@@ -38,7 +38,7 @@ impl<T: DeserializeOwned> EventStream<T> {
         Self { lines: Box::pin(lines), silence, events: PhantomData }
     }
 
-    /// The next event. Safe to cancel. After an error there is nothing more to read.
+    /// The next event. Safe to cancel. Nothing follows an error.
     pub async fn next(&mut self) -> Result<T, StreamEnd> {
         match timeout(self.silence, self.lines.next()).await {
             Err(_) => Err(StreamEnd::Silent(self.silence)),

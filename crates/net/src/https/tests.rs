@@ -1,4 +1,4 @@
-//! Real servers and clients on the loopback: who is let in, and what each failure is called.
+//! Real servers and clients on the loopback: which peers are admitted, and the kind of each failure.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -261,7 +261,7 @@ async fn a_body_or_head_beyond_the_limit_is_refused() {
     tokio::time::timeout(SOON, plain).await.expect("the server ends").unwrap();
 }
 
-/// Silent connections from an address of this host, as many as a stranger likes.
+/// Any number of silent connections from an address of this host.
 async fn strangers(from: [u8; 4], to: SocketAddr, count: usize) -> Vec<TcpStream> {
     let mut streams = Vec::new();
     for _ in 0..count {

@@ -1,5 +1,5 @@
-//! The authority that signs the certificates of all members of one operator. Decides their names and lifetime; trusts nothing of a
-//! signing request but its public key.
+//! The authority that signs the certificates of all members of one operator. Decides their names and lifetime. It takes only the public key
+//! from a signing request.
 
 use std::fmt;
 use std::time::Duration;
@@ -14,12 +14,12 @@ use time::OffsetDateTime;
 
 use super::{Identity, IdentityError, PeerIdentity, read_certificates};
 
-/// Clocks of two nodes may differ by this much.
+/// The clocks of two nodes may differ by this much.
 const SKEW: Duration = Duration::from_secs(5 * 60);
 /// Lifetime of an authority: ten years.
 const LIFETIME: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
 
-/// A certificate authority: the only thing of an operator that is worth stealing, so it has no `Debug` of its key.
+/// A certificate authority. Its key has no `Debug`: it is the most valuable secret of an operator.
 pub struct Ca {
     issuer: Issuer<'static, KeyPair>,
     certificate_pem: String,
@@ -44,7 +44,7 @@ impl Ca {
         Ok(Self { certificate_pem: certificate.pem(), issuer: Issuer::new(params, key) })
     }
 
-    /// Reads an authority; refuses one whose key and certificate do not belong together, or that has ended.
+    /// Reads an authority. Refuses one whose key and certificate do not belong together, or that has expired.
     pub fn from_pem(certificate_pem: &str, key_pem: &str) -> Result<Self, IdentityError> {
         let key = KeyPair::from_pem(key_pem)?;
         let chain = read_certificates("authority", certificate_pem)?;
@@ -94,7 +94,7 @@ impl Ca {
         Ok(params.signed_by(&request.public_key, &self.issuer)?.pem())
     }
 
-    /// Makes an identity of this authority at once, for the holder of the authority itself.
+    /// Makes an identity of this authority at once, for the authority's own process.
     pub fn issue(&self, who: &PeerIdentity, lifetime: Duration) -> Result<Identity, IdentityError> {
         let identity = Identity::new(&self.certificate_pem)?;
         identity.install(&self.sign(&identity.csr_pem()?, who, lifetime)?)?;

@@ -1,6 +1,6 @@
-//! Certificates that no honest program shows, for tests of who is refused.
+//! Certificates that no correct program presents, for tests of refusals.
 //!
-//! Built for tests alone (feature `testing`). Nothing here checks anything.
+//! Built for tests only (feature `testing`). Nothing here checks anything.
 
 use std::time::Duration;
 
@@ -9,13 +9,13 @@ use time::OffsetDateTime;
 use super::{Ca, Identity, IdentityError, PeerIdentity, read_certificates};
 
 impl Ca {
-    /// An identity that shows a certificate of this authority that has ended, as nothing but a forger or a broken program would.
+    /// An identity with an expired certificate of this authority: only a forger or a broken program presents it.
     pub fn issue_ended(&self, who: &PeerIdentity) -> Result<Identity, IdentityError> {
         let hour = Duration::from_secs(3600);
         self.issue_anyhow(self.certificate_pem(), who, OffsetDateTime::now_utc() - 2 * hour, hour)
     }
 
-    /// An identity that shows a certificate of this authority and trusts another one, as a stranger would who read that one's.
+    /// An identity with a certificate of this authority that trusts another one, like a stranger that read the other one's certificate.
     pub fn issue_trusting(&self, other: &Self, who: &PeerIdentity) -> Result<Identity, IdentityError> {
         self.issue_anyhow(other.certificate_pem(), who, OffsetDateTime::now_utc(), Duration::from_secs(3600))
     }

@@ -1,4 +1,4 @@
-//! Which key a certificate or a signing request is for: two certificates of one pod differ by it.
+//! The key of a certificate or a signing request: two certificates of one pod differ by it.
 
 use rcgen::{CertificateSigningRequestParams, PublicKeyData as _};
 use rustls_pki_types::CertificateDer;
@@ -10,7 +10,7 @@ use super::IdentityError;
 pub struct KeyDigest(blake3::Hash);
 
 impl KeyDigest {
-    /// The key that a request (PEM) asks a certificate for.
+    /// The public key in a signing request (PEM).
     pub fn of_request(csr_pem: &str) -> Result<Self, IdentityError> {
         let request = CertificateSigningRequestParams::from_pem(csr_pem)?;
         Ok(Self(blake3::hash(request.public_key.der_bytes())))

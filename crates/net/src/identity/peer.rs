@@ -1,4 +1,4 @@
-//! Who a certificate speaks for. Reads and writes names; never decides what a peer may do.
+//! The identity in a certificate. Reads and writes names; never decides what a peer may do.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -22,7 +22,7 @@ pub enum PeerIdentity {
         weightsync: String,
         /// UID of its pod.
         pod_uid: String,
-        /// What the object's plan makes of its pod.
+        /// The role that the object's plan gives to its pod.
         role: Role,
     },
 }
@@ -45,7 +45,7 @@ impl PeerIdentity {
         }
     }
 
-    /// Refuses names that could read as another identity or do not fit a DNS label.
+    /// Refuses names that could be read as another identity or do not fit a DNS label.
     pub(super) fn check(&self) -> Result<(), IdentityError> {
         match self {
             Self::Controller => Ok(()),

@@ -1,7 +1,7 @@
-//! Signs what a source announces, and checks the statements that others present.
+//! Signs announcements of a source, and checks the statements that others present.
 //!
-//! Decides whether a statement is what a source of the object signed. Its certificate is judged at the time from which it is valid: one that has
-//! ended still proves what was announced before. What follows from a statement is not decided here.
+//! Decides whether a source of the object signed a statement. The certificate is judged at the time from which it is valid: an expired one
+//! still proves earlier announcements. The consequences of a statement are decided elsewhere.
 
 use std::time::Duration;
 
@@ -15,7 +15,7 @@ use rustls_pki_types::{CertificateDer, ServerName, UnixTime};
 use super::{Identity, IdentityError, PeerIdentity};
 use weightsync_core::protocol::{HeldVersion, Role, Statement};
 
-/// How statements are signed: every WeightSync key is of this kind.
+/// The signature scheme of every WeightSync key.
 const SCHEME: SignatureScheme = SignatureScheme::ECDSA_NISTP256_SHA256;
 
 /// Longest certificate in base64.

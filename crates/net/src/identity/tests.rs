@@ -1,4 +1,4 @@
-//! Certificates: who may be named, who is believed, and what a renewal changes.
+//! Certificates: which names they may have, which are trusted, and the effect of a renewal.
 
 use std::time::Duration;
 
@@ -102,7 +102,7 @@ fn statement_of_a_source_proves_its_version_and_nothing_else() {
         Statement { held: HeldVersion { manifest: "n".into(), ..held() }, ..statement.clone() },
         Statement { layout: "k".into(), ..statement.clone() },
         Statement { epoch: 4, ..statement.clone() },
-        // The same bytes in a row, cut elsewhere.
+        // The same concatenated bytes, split at another place.
         Statement { held: HeldVersion { manifest: "ml".into(), ..held() }, layout: String::new(), ..statement.clone() },
         Statement { signature: statement.certificate.clone(), ..statement.clone() },
     ];
@@ -132,7 +132,7 @@ fn statement_of_a_rollout_or_a_stranger_proves_nothing() {
     let stranger = source(&foreign, "ws-1", Role::Source, now).state(&held(), "l", 3).unwrap();
     assert!(matches!(reader.check(&stranger, "ws-1"), Err(StatementError::Certificate(_))));
     let genuine = source(&ca, "ws-1", Role::Source, now).state(&held(), "l", 3).unwrap();
-    // The certificate of a source is public: it signs nothing without its key.
+    // The certificate of a source is public: without its key, it signs nothing.
     let borrowed = Statement { signature: rollout.signature, ..genuine };
     assert!(matches!(reader.check(&borrowed, "ws-1"), Err(StatementError::Signature)));
     assert!(ca.issue(&PeerIdentity::Controller, HOUR).unwrap().state(&held(), "l", 3).is_err());

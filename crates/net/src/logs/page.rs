@@ -1,6 +1,6 @@
-//! `/loglevel` of a status port: `GET` says what is logged, `PUT` changes it (an empty body brings the start's filter back).
+//! `/loglevel` of a status port: `GET` returns the filter, `PUT` changes it (an empty body restores the filter from the start).
 //!
-//! Answers only peers on the loopback interface that request localhost: users who may forward a port of the pod, and the pod's own
+//! Responds only to peers on the loopback interface that request localhost: users who may forward a port of the pod, and the pod's own
 //! containers.
 
 use std::net::SocketAddr;

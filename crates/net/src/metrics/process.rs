@@ -12,7 +12,7 @@ const MEMORY: Definition = Definition::gauge_in("process_resident_memory", In::B
 const THREADS: Definition = Definition::gauge("process_threads", "Threads of the process");
 const FILES: Definition = Definition::gauge("process_open_files", "Open file descriptors of the process");
 
-/// What is exposed of the process.
+/// The metrics of the process.
 pub const DEFINITIONS: &[Definition] = &[CPU, MEMORY, THREADS, FILES];
 
 /// Reads `/proc/self`.
@@ -33,14 +33,14 @@ impl Collector for Process {
             THREADS.encode(&mut encoder)?.encode_gauge(&threads)?;
         }
         if let Ok(files) = std::fs::read_dir("/proc/self/fd") {
-            // The listing holds one itself.
+            // The listing itself has one file open.
             FILES.encode(&mut encoder)?.encode_gauge(&i64::try_from(files.count().saturating_sub(1)).unwrap_or(i64::MAX))?;
         }
         Ok(())
     }
 }
 
-/// Ticks of a second in `/proc`: USER_HZ, part of Linux' interface to programs on all machines that this is built for.
+/// Ticks of a second in `/proc`: USER_HZ, a part of Linux' interface on all machines that this is built for.
 const TICKS: f64 = 100.0;
 
 /// Fields 14 and 15 (utime, stime) of proc(5) `stat`; the third is the one after the name.

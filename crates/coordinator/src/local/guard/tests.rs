@@ -20,7 +20,7 @@ fn guard_ends_what_was_named_and_nothing_else() {
     let [(mut agent, first), (mut engine, second), (mut ended, third), (mut other, _)] = [(); 4].map(|()| child(&["sleep", "600"]));
     let started = |pid, whole| Line::Started(Ward { pid, whole, grace: LONG });
     let said = lines(&[started(first, Whole::Process), started(second, Whole::Group), started(third, Whole::Process), Line::Ended(third)]);
-    // Their parent lives and does not wait for them: they are gone once they are no more than an entry.
+    // Their parent runs and does not reap them: they have ended once only their entries in the process table are left.
     run(said.as_bytes()).unwrap();
     for child in [&mut agent, &mut engine] {
         assert!(!child.try_wait().unwrap().expect("it ended").success());
@@ -35,7 +35,7 @@ fn guard_ends_what_was_named_and_nothing_else() {
 #[test]
 fn guard_kills_what_does_not_end_in_time() {
     let (mut deaf, pid) = child(&["sh", "-c", "trap '' TERM; echo; while :; do sleep 600; done"]);
-    // It ignores the signal from here on.
+    // From here on it ignores the signal.
     io::BufReader::new(deaf.stdout.take().unwrap()).read_line(&mut String::new()).unwrap();
     run(lines(&[Line::Started(Ward { pid, whole: Whole::Group, grace: Duration::from_millis(1) })]).as_bytes()).unwrap();
     assert!(!deaf.try_wait().unwrap().expect("it ended").success());

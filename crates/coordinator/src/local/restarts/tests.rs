@@ -2,7 +2,7 @@ use std::time::{Duration, Instant};
 
 use super::{Restarts, WORKED};
 
-/// A process that died now and then, after hours of work each time, waited 30 s in the end.
+/// Before, a process that ended now and then, after hours of work each time, waited 30 s in the end.
 #[test]
 fn process_that_worked_restarts_at_once_else_backs_off() {
     let mut restarts = Restarts::new();
@@ -17,6 +17,6 @@ fn process_that_worked_restarts_at_once_else_backs_off() {
     for _ in 0..8 {
         assert!(ran(&mut restarts, WORKED) <= Duration::from_millis(200));
     }
-    // One that cannot even be started failed as well.
+    // A process that cannot be started has failed as well.
     assert!(restarts.ended(Instant::now()) > Duration::from_millis(100));
 }
