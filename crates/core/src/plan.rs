@@ -1,18 +1,18 @@
 //! Which pods form a group, in which order, with which ranks.
 //!
-//! Pure: pods, specs and engine facts in; candidates, a roster and reasons out. Never waits, never makes a call, and never guesses: what
-//! cannot be decided is named.
+//! Pure: takes pods, specs and engine facts; returns candidates, a roster and reasons. It never waits, calls or guesses: it reports what it
+//! cannot decide.
 //!
-//! How a plan comes about, one file a step:
+//! The steps of a plan, one file each:
 //!
-//! 1. [`selector`](Selector): which pods a part of the spec speaks of; only pods whose label [`ROLE_LABEL`] consents take part.
-//! 2. `trainer`: the first pod in order is the source, or the plan says why there is none.
+//! 1. [`selector`](Selector): the pods that a part of the spec selects; only pods whose label [`ROLE_LABEL`] consents take part.
+//! 2. `trainer`: the first pod in order is the source, or the reason why there is none.
 //! 3. `replicas`: pods become replicas: one pod, one of several ports in a pod, or a group of pods with a head.
 //! 4. `order`: replicas are put in the order that their pool asks for.
 //! 5. [`roster()`]: offsets `0, 1, 1 + size, ...` without gaps, and the chain in which bytes travel.
 //!
-//! Three questions more are answered here: [`explain()`] (bytes, buckets, memory, time), [`gpu_ring()`] (the ring of buckets on each GPU,
-//! and whether there is room for it) and [`sharing()`] (whether agent and engine can share a GPU's memory).
+//! Three more questions are answered here: [`explain()`] (bytes, buckets, memory, time), [`gpu_ring()`] (the ring of buckets on each GPU,
+//! and whether it fits) and [`sharing()`] (whether agent and engine can share a GPU's memory).
 
 use serde::{Deserialize, Serialize};
 
@@ -62,10 +62,10 @@ pub const ROLE_TRAINER: &str = "trainer";
 /// Value of [`ROLE_LABEL`] on rollout pods.
 pub const ROLE_ROLLOUT: &str = "rollout";
 
-/// Most ranks of one group; a plan with more is refused, so that no sum of sizes can overflow.
+/// Most ranks of one group. A plan with more is refused, so no sum of sizes can overflow.
 pub const MAX_WORLD_SIZE: u32 = 1 << 20;
 
-/// A member that could take part, in the order of the plan. Ranks are given by [`Roster`](crate::protocol::Roster) only.
+/// A member that could take part, in the order of the plan. Only [`Roster`](crate::protocol::Roster) assigns ranks.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Candidate {
@@ -73,7 +73,7 @@ pub struct Candidate {
     pub name: MemberName,
     /// Source or rollout.
     pub role: Role,
-    /// Ranks it takes; what the spec says until the engine was asked, and then both agree.
+    /// Its ranks: by the spec, until the engine reported its size; then both agree.
     pub size: u32,
     /// Its pods, head first.
     pub pods: Vec<PodRef>,

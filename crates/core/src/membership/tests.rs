@@ -1,4 +1,4 @@
-//! Tables: one situation each, with what must follow from it. Whole worlds are played by the model test (`tests/model`).
+//! Tables: each has one situation, and the expected result. The model test (`tests/model`) plays whole worlds.
 
 mod blame;
 mod canary;

@@ -1,6 +1,6 @@
-//! Makes a plan: checks the spec, sorts pods to their parts, and joins what the single steps decide.
+//! Makes a plan: checks the spec, assigns pods to its parts, and combines the results of the steps.
 //!
-//! Decides nothing of its own but two things: a younger `WeightSync` gives way to an older one, and a world that is too large is refused.
+//! Decides only two things itself: a younger `WeightSync` gives way to an older one, and a world that is too large is refused.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -74,14 +74,14 @@ pub fn plan(input: &PlanInput) -> Plan {
 /// The part of a spec that a pod belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Part<'a> {
-    /// It is the trainer's.
+    /// The trainer's part.
     Trainer,
-    /// It is a rollout of this pool.
+    /// A rollout of this pool.
     Pool(&'a PoolSpec),
 }
 
-/// The part that a pod with these labels belongs to, if it consents: the first one, as in [`plan`]. For claims, and for agents that ask
-/// whose they are.
+/// The first part that selects a pod with these labels, if the pod consents; as in [`plan`]. For claims, and for agents that request their
+/// assignment.
 pub fn part_of<'a>(trainer: &TrainerSpec, pools: &'a [PoolSpec], labels: &BTreeMap<String, String>) -> Option<Part<'a>> {
     match labels.get(ROLE_LABEL)?.as_str() {
         ROLE_TRAINER => trainer.selector.matches(labels).then_some(Part::Trainer),
@@ -94,7 +94,7 @@ fn refused(refusal: PlanRefusal) -> Plan {
     Plan { refusal: Some(refusal), ..Plan::default() }
 }
 
-/// Mistakes of the spec itself. The resource's CEL rules find the same ones; a file of `weightsync local` has no such rules.
+/// Mistakes in the spec itself. The resource's CEL rules find the same ones, but a file of `weightsync local` has no such rules.
 fn check_spec(input: &PlanInput) -> Result<(), String> {
     check_order("spec.trainer", &input.trainer.order)?;
     if input.trainer.sources == 0 {
@@ -149,7 +149,7 @@ fn check_order(field: &str, order: &Order) -> Result<(), String> {
     }
 }
 
-/// The opted-in pods of one part of the spec. A pod that two parts select belongs to the first, and is reported.
+/// The consenting pods of one part of the spec. A pod that two parts select belongs to the first, and is reported.
 fn selected<'a>(
     selector: &Selector,
     role: Role,
@@ -179,7 +179,7 @@ fn selected<'a>(
                     );
                 }
             }
-            // One selector for trainer and rollouts is fine: the role label distinguishes them.
+            // Trainer and rollouts may have the same selector: the role label distinguishes them.
             Some(label) if label == other => {}
             _ => leave_out(
                 LeftOutCode::NotOptedIn,

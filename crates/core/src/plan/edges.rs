@@ -1,10 +1,12 @@
-//! In which order rollouts stand in a chain by what its edges carry, and what must be measured to know that.
+//! The order of rollouts in a chain by the rates of its edges, and the edges that must be measured for that.
 //!
-//! A chain is as fast as its slowest edge, because members keep only a few pieces. So a member whose edge is slow goes to the end, where its edge
-//! may be another one; one that is slow there too is named. Whether it leaves the group is decided elsewhere. Pure: it measures nothing.
+//! A chain is as fast as its slowest edge, because members keep only a few pieces. So a member with a slow edge goes to the end, where
+//! another edge may lead to it. If that one is slow too, the member is reported. Whether it leaves the group is decided elsewhere. Pure: it
+//! measures nothing.
 //!
-//! An edge is slow when it carries less than a quarter of what is usual. Usual is the upper median, over all members, of the fastest edge that each
-//! has: of the planned chain, and of the edge that closes it to a ring. Where nodes differ, only edges between nodes count for it.
+//! An edge is slow if it carries less than a quarter of the usual rate. The usual rate is the upper median, over all members, of the
+//! fastest edge that each has. The edges of the planned chain count, and the one that closes it to a ring. If nodes differ, only edges
+//! between nodes count.
 
 use std::collections::BTreeMap;
 
@@ -13,16 +15,16 @@ use crate::protocol::{Arrangement, EdgeOutcome, MemberName, PoorMember};
 /// An edge that carries less than one part in so many of the usual rate is slow.
 pub const SLOW_PART: u64 = 4;
 
-/// What is known of edges.
+/// The known edges.
 pub trait Edges {
-    /// What was measured from one member to another; none for an edge that was not.
+    /// The measurement from one member to another; `None` if there is none.
     fn outcome(&self, from: &MemberName, to: &MemberName) -> Option<&EdgeOutcome>;
 
     /// Whether the two run on one node.
     fn on_one_node(&self, from: &MemberName, to: &MemberName) -> bool;
 }
 
-/// What follows from what is known.
+/// The next step.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Next {
     /// This edge must be measured first: sender and receiver.
@@ -31,7 +33,7 @@ pub enum Next {
     Arranged(Arrangement),
 }
 
-/// Arranges the rollouts of a chain that the source feeds. Asks for the edges of the planned order, then for as few others as it needs.
+/// Orders the rollouts of a chain that the source feeds. Requests the edges of the planned order, then as few others as it needs.
 pub fn arrange(source: &MemberName, rollouts: &[MemberName], edges: &impl Edges) -> Next {
     match arranged(source, rollouts, edges) {
         Ok(arrangement) => Next::Arranged(arrangement),
@@ -39,7 +41,7 @@ pub fn arrange(source: &MemberName, rollouts: &[MemberName], edges: &impl Edges)
     }
 }
 
-/// Bytes a second of edges as a person reads them.
+/// A rate in bytes a second, as text.
 pub fn show_rate(rate: u64) -> String {
     match rate {
         rate if rate >= 1_000_000_000 => format!("{}.{:02} GB/s", rate / 1_000_000_000, rate / 10_000_000 % 100),
@@ -48,7 +50,7 @@ pub fn show_rate(rate: u64) -> String {
     }
 }
 
-/// An edge that is not known.
+/// An edge without a measurement.
 type Unknown = (MemberName, MemberName);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -60,7 +62,7 @@ enum Verdict {
 
 struct Judge<'a, E> {
     edges: &'a E,
-    /// None: nothing to compare with.
+    /// `None`: there is nothing to compare with.
     usual: Option<u64>,
 }
 
@@ -92,7 +94,7 @@ fn arranged(source: &MemberName, rollouts: &[MemberName], edges: &impl Edges) ->
             order.push(member);
             continue;
         }
-        // Either end may be at fault: the member before is, where this one is well fed by the one before that.
+        // Either end may be at fault. The sender is, if this member is fast when the sender's predecessor feeds it.
         let earlier = order.len().checked_sub(2).and_then(|at| order.get(at).copied()).unwrap_or(source);
         if before != source && judge.is_good(earlier, member)? {
             aside.extend(order.pop());
@@ -102,7 +104,7 @@ fn arranged(source: &MemberName, rollouts: &[MemberName], edges: &impl Edges) ->
         }
     }
     if order.is_empty() {
-        // The source is what all its edges have in common, and no order helps.
+        // All edges of the source are slow: the source is at fault, and no order helps.
         let Some(first) = rollouts.first() else { return Ok(Arrangement::default()) };
         let source = Some(poor_member((judge.verdict(source, first)?, source, first), source, &judge));
         return Ok(Arrangement { order: rollouts.to_vec(), source, ..Arrangement::default() });
@@ -118,7 +120,7 @@ fn arranged(source: &MemberName, rollouts: &[MemberName], edges: &impl Edges) ->
             verdict => poor.push((verdict, before, member)),
         }
     }
-    // Of several the slowest goes last; one that takes no bytes must not be before any other.
+    // The slowest of several goes last: a member that takes no bytes must not come before any other.
     poor.sort_by_key(|(verdict, ..)| std::cmp::Reverse(*verdict));
     let mut order: Vec<MemberName> = order.into_iter().cloned().collect();
     order.extend(poor.iter().map(|(_, _, member)| (*member).clone()));
@@ -147,7 +149,7 @@ fn why(judge: &Judge<'_, impl Edges>, from: &MemberName, to: &MemberName, verdic
     }
 }
 
-/// The usual rate; none where there are fewer than two rollouts to compare, or nothing was measured.
+/// The usual rate; `None` with fewer than two rollouts to compare, or without measurements.
 fn usual(source: &MemberName, rollouts: &[MemberName], edges: &impl Edges) -> Result<Option<u64>, Unknown> {
     let Some(last) = rollouts.last().filter(|_| rollouts.len() > 1) else {
         if let Some(only) = rollouts.first() {
@@ -156,7 +158,7 @@ fn usual(source: &MemberName, rollouts: &[MemberName], edges: &impl Edges) -> Re
         return Ok(None);
     };
     let planned = std::iter::once(source).chain(rollouts).zip(rollouts);
-    // The ring is closed, so that no member is judged by one sender only where the first of two is the slow one.
+    // The ring is closed. Otherwise, with two members, one would be judged by a single sender, which may be the slow one.
     let looked_at: Vec<(&MemberName, &MemberName)> = planned.chain([(source, last)]).collect();
     let mut all: BTreeMap<&MemberName, u64> = BTreeMap::new();
     let mut between_nodes: BTreeMap<&MemberName, u64> = BTreeMap::new();

@@ -1,9 +1,9 @@
-//! Which engines share a group that they join by themselves, and who cannot be in one.
+//! Which engines share a group that they join by themselves, and which cannot be in one.
 //!
-//! Pure; the order of members is that of their ranks. Engines that find rank 0 in different ways cannot share a communicator: vLLM proves it
-//! with an all-reduce that SGLang and LMDeploy never enter. torch changes how it makes communicators of more than 128 ranks, so no group is
-//! larger. Two engines with different NCCL libraries cannot share one either, but no engine says which one it loaded: that shows when
-//! the first bucket is sent, and the attempt ends with NCCL's own words.
+//! Pure; members are in the order of their ranks. Engines that find rank 0 in different ways cannot share a communicator: vLLM proves it
+//! with an all-reduce that SGLang and LMDeploy never enter. No group has more than 128 ranks, because torch makes larger communicators in
+//! another way. Two engines with different NCCL libraries cannot share one either, but no engine reports its library. That shows when the
+//! first bucket is sent: the attempt then ends with NCCL's own message.
 
 use std::collections::BTreeMap;
 
@@ -12,20 +12,20 @@ use crate::protocol::{EngineGroup, EngineGroups, GpuReport, GroupFacts, MemberNa
 /// Most ranks of one group (`TORCH_NCCL_RANKS_PER_ROOT` of torch 2.9 to 2.15).
 pub const MOST_RANKS: u32 = 128;
 
-/// A rollout that is to join.
+/// A rollout that will join.
 #[derive(Debug, Clone, Copy)]
 pub struct Joiner<'a> {
     /// Its name.
     pub name: &'a MemberName,
-    /// Its ranks by the roster.
+    /// Its ranks in the roster.
     pub size: u32,
-    /// What its engine says.
+    /// The facts that its engine reports.
     pub facts: Option<&'a GroupFacts>,
     /// GPUs that its agent sees, if it uses any.
     pub gpus: &'a GpuReport,
 }
 
-/// The groups, or who stands in the way and why. `source` is the member that sends, with its GPUs.
+/// The groups, or the members that prevent them, with the reasons. `source` is the member that sends, with its GPUs.
 pub fn engine_groups(source: (&MemberName, &GpuReport), joiners: &[Joiner<'_>]) -> Result<EngineGroups, BTreeMap<MemberName, String>> {
     let mut in_the_way = BTreeMap::new();
     let (name, gpus) = source;

@@ -1,17 +1,18 @@
-//! What a plan costs before anything runs: bytes, buckets, extra memory of each member, and the least time that given links allow.
+//! The cost of a plan before anything runs: bytes, buckets, extra memory of each member, and the least time over given links.
 //!
-//! Integer arithmetic only, rounded so that a need is never understated. A floor is what no implementation can beat; it is no promise.
+//! Integer arithmetic only, rounded so that a need is never understated. A floor is a time that no implementation can beat; it is no
+//! promise.
 
 use serde::{Deserialize, Serialize};
 
 use super::gpu_memory::{GpuNeed, GpuRing};
 use crate::protocol::{MemberName, Role, Roster, RosterMember};
 
-/// Sizes of what is moved, and what agents use for it.
+/// Sizes of a model and of the memory that agents use for it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ModelFacts {
-    /// Tensors of a version, where known.
+    /// Tensors of a version, if known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tensors: Option<u64>,
     /// Bytes of a version.
@@ -20,11 +21,11 @@ pub struct ModelFacts {
     pub bucket_bytes: u64,
     /// Buckets in the ring that source agent and trainer share.
     pub ring_buckets: u64,
-    /// Bytes that a rollout agent may have received and not yet put in their place.
+    /// Bytes that a rollout agent may have received and not stored yet.
     pub receive_bytes: u64,
     /// Bytes that a source may keep to retry and to feed joiners.
     pub retain_bytes: u64,
-    /// Versions that are kept, the current one counted.
+    /// The ring on each GPU, if buckets travel between GPUs: then no host memory holds bytes in flight.
     pub keep: u64,
     /// The ring on each GPU, where buckets travel between GPUs: then no host memory holds bytes on their way.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -43,28 +44,28 @@ impl ModelFacts {
     }
 }
 
-/// Speed of one link, with the name that the user gave it.
+/// Rate of one link, with the name that the user gave it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Bandwidth {
-    /// As the user wrote it.
+    /// The rate as the user wrote it.
     pub name: String,
     /// Bytes a second.
     pub bytes_per_second: u64,
 }
 
-/// Memory that a member's agent takes beyond what trainer and engine have already, at its highest: in the middle of an update.
+/// Extra memory of a member's agent at its peak, in the middle of an update.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct MemberMemory {
-    /// Bytes on their way: the ring of a source, the receive buffers of a rollout.
+    /// Bytes in flight: the ring of a source, the receive buffers of a rollout.
     pub in_flight: u64,
-    /// Source: copies kept to retry, to feed joiners and to go back: those that are kept and the one that arrives, as far as the limit allows.
+    /// Source: copies to retry, to feed joiners and to go back: the kept ones and the one that arrives, within the limit.
     pub retained: u64,
-    /// Whether the kept copies are pinned: registered with the driver, so that a GPU copies from and to them.
+    /// Whether the kept copies are pinned: registered with the driver, so that a GPU can copy from and to them.
     pub pinned: bool,
-    /// Rollout: directories with versions, the one that serves, the one that arrives and earlier ones that are kept; with a ring on the GPU only where the engine loads
-    /// from files.
+    /// Rollout: version directories: the one that serves, the one that arrives, and earlier ones that are kept. With a ring on the GPU,
+    /// only if the engine loads from files.
     pub versions: u64,
     /// Memory of each of its GPUs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -72,7 +73,7 @@ pub struct MemberMemory {
 }
 
 impl MemberMemory {
-    /// All of the host's.
+    /// All host memory.
     pub fn total(&self) -> u64 {
         self.in_flight.saturating_add(self.retained).saturating_add(self.versions)
     }
@@ -85,10 +86,10 @@ pub struct ExplainedMember {
     /// The member.
     #[serde(flatten)]
     pub member: RosterMember,
-    /// Place in the chain from 1; none for a source.
+    /// Place in the chain from 1; `None` for a source.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub hop: Option<usize>,
-    /// Memory of its agent, where the model's size is known.
+    /// Memory of its agent, if the model's size is known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory: Option<MemberMemory>,
 }
@@ -99,9 +100,10 @@ pub struct ExplainedMember {
 pub struct FloorTime {
     /// The link.
     pub bandwidth: Bandwidth,
-    /// The chain: each byte crosses each link once, all links at the same time, so the number of replicas does not count. In µs.
+    /// Time over the chain in µs: each byte crosses each link once, and all links work at the same time. So the number of replicas does not
+    /// matter.
     pub chain_us: u64,
-    /// One copy after the other from the source to each replica, for comparison. In µs.
+    /// For comparison: one copy after the other from the source to each replica. In µs.
     pub one_by_one_us: u64,
 }
 
@@ -115,10 +117,10 @@ pub struct Explanation {
     pub members: Vec<ExplainedMember>,
     /// Order in which bytes travel.
     pub chain: Vec<MemberName>,
-    /// Sizes, where known.
+    /// Sizes, if known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub model: Option<ModelFacts>,
-    /// Buckets of a version, where known.
+    /// Buckets of a version, if known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub buckets: Option<u64>,
     /// Floors, one a link; empty without a model.
@@ -152,7 +154,7 @@ fn memory(role: Role, model: &ModelFacts) -> MemberMemory {
     match role {
         Role::Source => {
             let ring = model.bucket_bytes.saturating_mul(model.ring_buckets.min(model.buckets()));
-            // While one arrives there is one more than are kept.
+            // While a version arrives, there is one copy more than are kept.
             let copies = model.copies_in(model.retain_bytes).min(model.keep.saturating_add(1));
             let retained = model.bytes.saturating_mul(copies);
             let in_flight = if gpu.is_some() { 0 } else { ring };

@@ -1,8 +1,8 @@
-//! The size of the ring of buckets on each GPU, the GPU memory that a group needs in all, and whether it is free.
+//! The size of the ring of buckets on each GPU, the GPU memory that a group needs in total, and whether it is free.
 //!
-//! Pure, and asked before anything is allocated and before an engine is paused: too little is refused with both numbers. It never takes
-//! more than half of what is free by itself, because the engine or the trainer on the same GPU may still grow; what the user asks for is
-//! only compared with the free memory.
+//! Pure, and evaluated before anything is allocated or an engine is paused: too little memory is refused with both numbers. A ring of its
+//! own choice takes at most half of the free memory, because the engine or the trainer on that GPU may still grow. A ring that the user
+//! requests only has to fit.
 
 use serde::{Deserialize, Serialize};
 
@@ -10,33 +10,35 @@ use super::units::{show_bytes, show_free};
 
 const MIB: u64 = 1 << 20;
 
-/// What one communicator of NCCL takes of each GPU: an estimate. Buffers per channel and peer are 4 MiB (`NCCL_BUFFSIZE`) and as much again
-/// for its low-latency protocols; with the 16 to 24 channels of NVLink machines that is 200 to 500 MiB.
+/// GPU memory of one NCCL communicator: an estimate. Buffers take 4 MiB for each channel and peer (`NCCL_BUFFSIZE`), and as much again for
+/// low-latency protocols. With the 16 to 24 channels of NVLink machines that is 200 to 500 MiB.
 pub const NCCL_ESTIMATE: u64 = 512 * MIB;
 
-/// What a process's CUDA context takes of each GPU: an estimate (H200, driver 580). What a worker reports as free has it counted already.
+/// GPU memory of a process's CUDA context: an estimate (H200, driver 580). The free memory that a worker reports already accounts for it.
 pub const CONTEXT_ESTIMATE: u64 = 512 * MIB;
 
-/// The longest slot that is chosen by itself. An engine's update call costs 7 to 8 ms whatever its size, so few long buckets win (LMDeploy
-/// 0.18 `/update_weights`, 5.7 GB: 0.05 s in slots of 1 GiB, 0.17 s in slots of 256 MiB).
+/// The longest slot that is chosen without a request. An engine's update call costs 7 to 8 ms, whatever its size, so few long buckets are
+/// best (LMDeploy 0.18 `/update_weights`, 5.7 GB: 0.05 s in slots of 1 GiB, 0.17 s in slots of 256 MiB).
 const LONGEST: u64 = 1024 * MIB;
 
-/// The shortest slot that is chosen by itself.
+/// The shortest slot that is chosen without a request.
 const SHORTEST: u64 = MIB;
 
-/// Slots that are chosen by themselves: one fills, one travels, one is handed over; with two the first and the last take turns.
+/// Numbers of slots that are chosen without a request. With three, one fills, one travels, and one is handed over; with two, the first and
+/// the last step alternate.
 const SLOTS: [u32; 2] = [3, 2];
 
-/// Buckets that a version has at least, so that its parts overlap on their way and the ring is never as large as the model.
+/// Least buckets of a version, so that they overlap in flight and the ring is never as large as the model.
 const LEAST_BUCKETS: u64 = 4;
 
-/// A source that copies its buckets to the host uses at most this share of what is free on its GPU for slots beyond [`SLOTS`].
+/// A source that copies its buckets to the host uses at most this share of its GPU's free memory for slots beyond [`SLOTS`].
 const FREE_PER_COPIES: u64 = 16;
 
-/// What travels, for a ring that is made before the first version is known, and outlives it: the size of most models that one GPU serves.
+/// The assumed load of a ring that is made before the first version is known, and that outlives it: the size of most models that one GPU
+/// serves.
 pub const USUAL_LOAD: RingLoad = RingLoad { bytes: 4 << 30, largest: 0 };
 
-/// The block that a worker allocates once on its GPU: buckets travel through its slots.
+/// The block that a worker allocates once on its GPU; buckets travel through its slots.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct GpuRing {
@@ -53,7 +55,7 @@ impl GpuRing {
     }
 }
 
-/// What the object says about the ring; what it leaves out is chosen.
+/// The ring settings of the object; the rest is chosen.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct RingWish {
     /// Slots.
@@ -63,7 +65,7 @@ pub struct RingWish {
 }
 
 impl RingWish {
-    /// As policies carry it: 0 is chosen.
+    /// From the values in policies: 0 means "choose".
     pub fn of(slots: u32, slot_bytes: u64) -> Self {
         Self { slots: (slots > 0).then_some(slots), slot_bytes: (slot_bytes > 0).then_some(slot_bytes) }
     }
@@ -74,15 +76,15 @@ impl RingWish {
 pub struct RingLoad {
     /// Bytes of a version.
     pub bytes: u64,
-    /// Bytes of the largest thing that must lie in one slot as a whole (a tensor, where engines are handed whole tensors); 0 when buckets may
-    /// be cut anywhere.
+    /// Bytes of the largest item that one slot must hold completely (a tensor, if engines take only whole tensors); 0 if buckets may be cut
+    /// anywhere.
     pub largest: u64,
 }
 
-/// What is free on one GPU, as its worker reads it.
+/// Free memory of one GPU, as its worker reports it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GpuRoom {
-    /// Which GPU of which member, as a message names it.
+    /// The GPU and its member, for messages.
     pub gpu: String,
     /// Bytes free now.
     pub free: u64,
@@ -90,16 +92,16 @@ pub struct GpuRoom {
     pub total: u64,
 }
 
-/// A ring, and how it came about.
+/// A ring, and the reason for its size.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RingChoice {
     /// The ring.
     pub ring: GpuRing,
-    /// For status and logs.
+    /// The reason, for status and logs.
     pub why: String,
 }
 
-/// What a group takes of one GPU.
+/// Memory that a group takes of one GPU.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct GpuNeed {
@@ -112,12 +114,12 @@ pub struct GpuNeed {
 }
 
 impl GpuNeed {
-    /// What a worker with this ring takes.
+    /// The memory of a worker with this ring.
     pub fn of(ring: &GpuRing) -> Self {
         Self { ring: ring.bytes(), nccl: NCCL_ESTIMATE, context: CONTEXT_ESTIMATE }
     }
 
-    /// All of it.
+    /// The sum.
     pub fn total(&self) -> u64 {
         self.ring.saturating_add(self.nccl).saturating_add(self.context)
     }
@@ -144,8 +146,8 @@ pub enum NoRing {
     Empty,
 }
 
-/// The ring that every member of a group makes on its GPU: what the object says, and the rest by the size of the model and by what is free
-/// on the tightest of the GPUs. Without `rooms` nothing is known of the GPUs yet.
+/// The ring that every member of a group makes on its GPU. The object's settings are kept; the rest follows from the model's size and the
+/// GPU with the least free memory. Without `rooms`, the GPUs are not known yet.
 pub fn gpu_ring(wish: RingWish, load: RingLoad, rooms: &[GpuRoom]) -> Result<RingChoice, NoRing> {
     if wish.slots == Some(0) || wish.slot_bytes == Some(0) {
         return Err(NoRing::Empty);
@@ -158,7 +160,7 @@ pub fn gpu_ring(wish: RingWish, load: RingLoad, rooms: &[GpuRoom]) -> Result<Rin
     let given = wish.slots.is_some() && wish.slot_bytes.is_some();
     let half = tightest.map_or(u64::MAX, |room| room.free.saturating_sub(NCCL_ESTIMATE) / 2);
     let chosen = candidates.iter().find(|ring| !given && ring.bytes() <= half);
-    // The second half is for the engine to grow into, unless nothing works without it.
+    // The second half stays free for the engine, unless nothing works without it.
     let found = chosen.or_else(|| smallest(&candidates).filter(|ring| holds(ring, tightest)));
     match (found, smallest(&candidates), tightest) {
         (Some(ring), _, _) => Ok(RingChoice { ring: *ring, why: why(ring, wish, load, tightest) }),
@@ -167,9 +169,9 @@ pub fn gpu_ring(wish: RingWish, load: RingLoad, rooms: &[GpuRoom]) -> Result<Rin
     }
 }
 
-/// Slots of the ring in which a source's buckets lie that are also copied to its host, which takes twice as long as the wire and the engine's
-/// load do: 50 and 100 GB/s on H200. With two thirds of `buckets` in the ring the last one waits for no copy; in rings of 3, 4 and 6 slots
-/// the transfer of 6 buckets takes 73, 55 and 60 ms. Never fewer slots than `ring` has.
+/// Slots of the ring of a source whose buckets are also copied to its host. That copy takes twice as long as the wire and the engine's
+/// load: 50 and 100 GB/s on H200. With two thirds of `buckets` in the ring, the last bucket waits for no copy: in rings of 3, 4 and 6
+/// slots, the transfer of 6 buckets takes 73, 55 and 60 ms. Never fewer slots than `ring` has.
 pub fn slots_with_copies(ring: &GpuRing, buckets: u32, free: u64) -> u32 {
     let wanted = u64::from(buckets).saturating_mul(2).div_ceil(3);
     let most = (free / FREE_PER_COPIES).checked_div(ring.slot_bytes).unwrap_or(0);
@@ -184,7 +186,7 @@ fn smallest(rings: &[GpuRing]) -> Option<&GpuRing> {
     rings.iter().min_by_key(|ring| ring.bytes())
 }
 
-/// Rings that keep what the object says, the best first.
+/// Rings that keep the object's settings, the best first.
 fn candidates(wish: RingWish, load: RingLoad) -> Vec<GpuRing> {
     let longest = (load.bytes / LEAST_BUCKETS).clamp(SHORTEST, LONGEST);
     let whole = load.largest.div_ceil(MIB).saturating_mul(MIB);
@@ -196,7 +198,7 @@ fn candidates(wish: RingWish, load: RingLoad) -> Vec<GpuRing> {
             powers.filter(|bytes| *bytes <= longest && *bytes >= whole.max(SHORTEST)).collect()
         }
     };
-    // A largest tensor between two powers of two leaves none of them.
+    // If no power of two lies between the largest tensor and the limit, use the largest tensor's own length.
     let lengths = if lengths.is_empty() { vec![whole.max(SHORTEST)] } else { lengths };
     let slots = wish.slots.map_or_else(|| SLOTS.to_vec(), |slots| vec![slots]);
     let mut rings: Vec<GpuRing> =

@@ -1,7 +1,7 @@
-//! What a plan is made from: the parts of the spec that matter here, the pods as they are, and what is known of their engines.
+//! The inputs of a plan: the relevant parts of the spec, the pods, and the known facts about their engines.
 //!
-//! Plain data without Kubernetes types. Holds no rule: whether a pod is fit is decided by the caller ([`PodFacts::unready`]) as far as
-//! probes go, since readiness that drops because of an update is no reason to leave a member out, and by the plan for all the rest.
+//! Plain data without Kubernetes types; contains no rules. The caller decides whether probes make a pod unfit ([`PodFacts::unready`]): lost
+//! readiness because of an update is no reason to leave a member out. The plan decides everything else.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -24,23 +24,23 @@ pub struct WeightSyncRef {
 }
 
 impl WeightSyncRef {
-    /// Whether `self` was there before `other`; of two that were made in the same instant, the smaller UID counts as older, so that both
-    /// come to the same answer.
+    /// Whether `self` existed before `other`. Of two that were created in the same instant, the smaller UID counts as older, so that both
+    /// decide alike.
     pub fn is_older_than(&self, other: &Self) -> bool {
         (self.created, &self.uid) < (other.created, &other.uid)
     }
 }
 
-/// Everything a plan depends on. Equal inputs give equal plans, in whatever order the pods come.
+/// All inputs of a plan. Equal inputs give equal plans, whatever the order of the pods.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PlanInput {
-    /// For whom the plan is made.
+    /// The object of the plan.
     pub weightsync: WeightSyncRef,
     /// How the source is found.
     pub trainer: TrainerSpec,
     /// Rollouts, in the order of the spec.
     pub pools: Vec<PoolSpec>,
-    /// All pods of the namespace that could be meant.
+    /// All pods of the namespace that may be selected.
     pub pods: Vec<PodFacts>,
     /// Pods that other `WeightSync`s select as well.
     pub claims: Vec<Claim>,
@@ -51,14 +51,14 @@ pub struct PlanInput {
 pub struct Claim {
     /// UID of the pod.
     pub pod_uid: String,
-    /// Who claims it.
+    /// The object that claims it.
     pub by: WeightSyncRef,
 }
 
 /// How the source is found among the trainer's pods.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TrainerSpec {
-    /// The trainer's pods.
+    /// Selects the trainer's pods.
     pub selector: Selector,
     /// Order of the pods; the first is the source.
     pub order: Order,
@@ -66,12 +66,12 @@ pub struct TrainerSpec {
     pub sources: u32,
 }
 
-/// A set of rollouts that are alike.
+/// A set of similar rollouts.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PoolSpec {
     /// Name of the pool, part of member names.
     pub name: String,
-    /// Its pods.
+    /// Selects its pods.
     pub selector: Selector,
     /// Ports of engines in one pod; each is a replica of its own.
     pub ports: Vec<u16>,
@@ -83,12 +83,12 @@ pub struct PoolSpec {
     pub order: Order,
 }
 
-/// How several pods make one replica.
+/// How several pods form one replica.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GroupSpec {
     /// Pods of a complete replica.
     pub pods: u32,
-    /// Label whose value is the same on all pods of a replica.
+    /// Label with one value on all pods of a replica.
     pub label: String,
     /// Labels of the head, where the engine's server and the agent are.
     pub head: BTreeMap<String, String>,
@@ -103,14 +103,14 @@ pub enum Order {
     Auto,
     /// By the value of a label: integers by value, other values after them byte by byte. A trainer's must be integers.
     Label(String),
-    /// As listed. The list names pods (the head, where a replica is a group), which must have stable names.
+    /// By a list of pod names (of the heads, if a replica is a group). The pods must have stable names.
     Explicit(Vec<String>),
 }
 
-/// How far a pod's life has come.
+/// Phase of a pod.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum PodPhase {
-    /// Not all of its containers were started.
+    /// Not all of its containers have started.
     Pending,
     /// Running.
     Running,
@@ -124,9 +124,9 @@ pub enum PodPhase {
 pub struct PodFacts {
     pub name: String,
     pub uid: String,
-    /// Node it runs on, where known.
+    /// Its node, if known.
     pub node: Option<String>,
-    /// Its addresses, where it has some by now.
+    /// Its addresses, if it has some.
     pub ips: Vec<IpAddr>,
     pub labels: BTreeMap<String, String>,
     /// Name of the container that the pod names for its engine or trainer, if it has no such container.
@@ -135,15 +135,15 @@ pub struct PodFacts {
     pub terminating: bool,
     /// Index among its siblings: pod-index label, job completion index, or ordinal of a StatefulSet.
     pub index: Option<u32>,
-    /// Whether a pod made in its place would have the same name.
+    /// Whether a pod that replaces it would have the same name.
     pub stable_name: bool,
-    /// Why the caller leaves it out now, as text; `None` when it is fit. The caller knows whether a missing readiness is the pod's own
-    /// fault or comes from an update in progress.
+    /// Why the caller leaves it out now, as text; `None` if it is fit. The caller knows whether lost readiness is the pod's own fault or
+    /// comes from a running update.
     pub unready: Option<String>,
 }
 
 impl PodFacts {
-    /// The pod as a roster names it.
+    /// The pod in the form of a roster.
     pub fn to_ref(&self) -> PodRef {
         PodRef { name: self.name.clone(), uid: self.uid.clone(), node: self.node.clone(), ips: self.ips.clone() }
     }

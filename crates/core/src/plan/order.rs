@@ -1,6 +1,6 @@
-//! Puts replicas into the order of their pool, and refuses what an explicit order cannot place.
+//! Sorts replicas as their pool requires, and refuses those that the order cannot place.
 //!
-//! Each refusal is of one replica, by name: a pod that is away for a moment must not take the others' group with it.
+//! Each refusal concerns one replica, by name: a pod that is briefly missing must not end the group of the others.
 
 use std::cmp::Ordering;
 use std::collections::BTreeMap;
@@ -9,7 +9,7 @@ use super::replicas::{PlacedUnit, Unit};
 use super::{LeftOut, LeftOutCode, Order, PodFacts};
 use crate::protocol::{MemberName, Role};
 
-/// Place of a pod in an order; what has no place is no key.
+/// Sort key of a pod; a pod without a place has none.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Key {
     Number(u64),
@@ -49,7 +49,7 @@ pub(super) fn by_label(label: &str, pod: &PodFacts) -> Result<Key, String> {
     }
 }
 
-/// The names that appear more than once in an explicit order.
+/// Names that an explicit order lists more than once.
 pub(super) fn duplicates(order: &Order) -> Vec<&str> {
     let Order::Explicit(names) = order else { return Vec::new() };
     let mut count: BTreeMap<&str, u32> = BTreeMap::new();
@@ -59,7 +59,7 @@ pub(super) fn duplicates(order: &Order) -> Vec<&str> {
     count.into_iter().filter(|(_, count)| *count > 1).map(|(name, _)| name).collect()
 }
 
-/// Sorts the units of a pool. Those without a place go to `left_out`, and so do listed names that no pod has.
+/// Sorts the units of a pool. Adds units without a place to `left_out`, and listed names without a pod.
 pub(super) fn sort(pool: &str, order: &Order, units: Vec<Unit<'_>>, present: &[&PodFacts], left_out: &mut Vec<LeftOut>) -> Vec<PlacedUnit> {
     let mut placed: Vec<(Key, PlacedUnit)> = Vec::new();
     let indexed = units.iter().all(|unit| unit.head.index.is_some());

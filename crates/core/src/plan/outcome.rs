@@ -1,6 +1,6 @@
-//! What a plan says: who can take part, who cannot and why, and why no group may be formed at all.
+//! The result of a plan: the members that can take part, the others with their reasons, and why no group may be formed at all.
 //!
-//! Every message names the pod or field at fault, with the numbers that differ and what to change.
+//! Every message names the pod or field at fault, the numbers that differ, and the required change.
 
 use serde::{Deserialize, Serialize};
 
@@ -11,14 +11,14 @@ use crate::protocol::{MemberName, PodRef, Reason, Role};
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Plan {
-    /// Members that could take part: sources first, then rollouts in plan order. Empty when refused, but for
-    /// [`PlanRefusal::NoSource`], where the rollouts may still feed each other.
+    /// Members that could take part: sources first, then rollouts in plan order. Empty after a refusal, except for
+    /// [`PlanRefusal::NoSource`]: rollouts may still feed each other.
     pub candidates: Vec<Candidate>,
-    /// The trainer's other pods, in order: they hand their parts to the source through the client.
+    /// The trainer's other pods, in order: the client passes their parts to the source.
     pub followers: Vec<PodRef>,
-    /// Who was selected and cannot take part, with the reason.
+    /// Pods and replicas that were selected and cannot take part, with the reasons.
     pub left_out: Vec<LeftOut>,
-    /// Why no update can be made.
+    /// Why no update is possible.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub refusal: Option<PlanRefusal>,
 }
@@ -29,7 +29,7 @@ impl Plan {
         self.candidates.iter().filter(|candidate| candidate.role == Role::Rollout)
     }
 
-    /// Replicas that the user would count: candidates, and those left out that exist or are expected.
+    /// Number of replicas for the user: candidates, and existing or expected ones that were left out.
     pub fn replicas(&self) -> usize {
         let left_out = self.left_out.iter().filter(|left_out| left_out.role == Role::Rollout && left_out.code.counts_as_replica());
         self.rollouts().count() + left_out.count()
@@ -41,7 +41,7 @@ impl Plan {
 #[serde(rename_all = "camelCase")]
 #[allow(missing_docs)]
 pub struct LeftOut {
-    /// The name it would have, `trainer/POD` or `POOL/POD`.
+    /// Its name as a member: `trainer/POD` or `POOL/POD`.
     pub who: MemberName,
     pub role: Role,
     /// Its existing pods.
@@ -54,7 +54,7 @@ pub struct LeftOut {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[allow(missing_docs)]
 pub enum LeftOutCode {
-    /// Selected, but without the label by which pods consent.
+    /// Selected, but without the label of consent.
     NotOptedIn,
     /// Two pools select it.
     SelectedTwice,
@@ -63,16 +63,16 @@ pub enum LeftOutCode {
     Terminating,
     /// Its containers have not all started.
     NotRunning,
-    /// The caller says it is not fit now.
+    /// The caller reports that it is not fit now.
     NotReady,
-    /// It has no container of the name that the spec gives.
+    /// It has no container with the name in the spec.
     NoContainer,
     GroupLabelMissing,
     GroupIncomplete,
     GroupTooLarge,
-    /// No pod of the group, or more than one, is the head.
+    /// The group has no head, or more than one.
     HeadUnclear,
-    /// The order goes by an index or label that it lacks.
+    /// It lacks the index or label that the order uses.
     OrderKeyMissing,
     /// An explicit order needs names that outlive a pod.
     UnstableName,
@@ -83,7 +83,7 @@ pub enum LeftOutCode {
 }
 
 impl LeftOutCode {
-    /// Whether the spec, a label or a flag must be changed by a person; the others may pass by themselves.
+    /// Whether a person must change the spec, a label or an option; other problems may end by themselves.
     pub const fn is_refusal(self) -> bool {
         match self {
             Self::NotOptedIn
@@ -100,7 +100,7 @@ impl LeftOutCode {
         }
     }
 
-    /// The word that status, Events and metrics use.
+    /// The reason in status, Events and metrics.
     pub const fn reason(self) -> Reason {
         match self {
             Self::NotOptedIn => Reason::PodMismatch,
@@ -121,13 +121,13 @@ impl LeftOutCode {
         }
     }
 
-    /// Whether a user who counts replicas would count this one: leftovers of the past and strangers are none.
+    /// Whether it counts as a replica for the user; ended pods and unrelated ones do not.
     pub const fn counts_as_replica(self) -> bool {
         !matches!(self, Self::NotOptedIn | Self::Terminal | Self::Terminating)
     }
 }
 
-/// Why no update can be made.
+/// Why no update is possible.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(tag = "code", rename_all_fields = "camelCase")]
 #[allow(missing_docs)]
@@ -135,25 +135,25 @@ pub enum PlanRefusal {
     /// The spec contradicts itself.
     #[error("{message}")]
     InvalidSpec {
-        /// Which field, and what to change.
+        /// The field, and the required change.
         message: String,
     },
-    /// An older `WeightSync` selects one of the pods: no pod can hold the weights of two trainers.
+    /// An older `WeightSync` selects one of the pods: a pod can hold the weights of one trainer only.
     #[error("pod {pod} belongs to the older WeightSync {}/{}; change one of the two selectors", by.namespace, by.name)]
     PodClaimed { pod: String, by: WeightSyncRef },
     /// There is no source, or the plan cannot determine which pod it is. Rollouts may still feed each other.
     #[error("{message}")]
     NoSource {
-        /// Which pod is missing, unfit, or one of several.
+        /// The pod that is missing, unfit, or not unique.
         message: String,
     },
-    /// The sum of all sizes is beyond [`MAX_WORLD_SIZE`](super::MAX_WORLD_SIZE).
+    /// The sum of all sizes exceeds [`MAX_WORLD_SIZE`](super::MAX_WORLD_SIZE).
     #[error("the group would have {ranks} ranks, {max} is the most")]
     WorldTooLarge { ranks: u64, max: u32 },
 }
 
 impl PlanRefusal {
-    /// The word that status, Events and metrics use.
+    /// The reason in status, Events and metrics.
     pub const fn reason(&self) -> Reason {
         match self {
             Self::InvalidSpec { .. } | Self::WorldTooLarge { .. } => Reason::InvalidSpec,

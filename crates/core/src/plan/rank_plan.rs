@@ -1,25 +1,25 @@
-//! Which members of a group have ranks of its communicator, and which have none because they share the source's GPU.
+//! Which members of a group have ranks of its communicator, and which have none because they use the source's GPU.
 //!
-//! NCCL refuses two ranks on one GPU. A rollout whose only GPU is the source's (trainer and engine colocated) therefore has no rank and copies
-//! the stream from the source's memory. Any other GPU that two members have leaves the later one out, with the reason. Pure; the order
-//! of members is that of their ranks.
+//! NCCL refuses two ranks on one GPU. So a rollout whose only GPU is the source's (trainer and engine colocated) has no rank, and copies
+//! the stream from the source's memory. If two members share any other GPU, the later one is left out with the reason. Pure; members are in
+//! the order of their ranks.
 
 use std::collections::BTreeMap;
 
 use crate::protocol::MemberName;
 
-/// Who sits where.
+/// The members with ranks and those without.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct RankPlan {
-    /// Members with ranks, one a GPU, in the order given.
+    /// Members with ranks, one for each GPU, in the given order.
     pub ranks: Vec<(MemberName, Vec<String>)>,
     /// Members without a rank, on the source's GPU.
     pub guests: Vec<MemberName>,
-    /// Members that can have neither, and why.
+    /// Members that can be neither, with the reason.
     pub out: BTreeMap<MemberName, String>,
 }
 
-/// Gives rank_plan. `members` stand in the order of their ranks, the source first, each with the UUIDs of its GPUs, at least one.
+/// Assigns ranks. `members` are in the order of their ranks, the source first, each with the UUIDs of its GPUs, at least one.
 pub fn rank_plan(members: &[(&MemberName, Vec<String>)]) -> RankPlan {
     let mut rank_plan = RankPlan::default();
     let mut taken: BTreeMap<&str, &MemberName> = BTreeMap::new();

@@ -1,13 +1,13 @@
 //! Turns the pods of a pool into replicas: one pod, one of several engine ports in a pod, or a group of pods with a head.
 //!
-//! A replica is whole or it is left out: a group that lacks a pod has ranks that would never come.
+//! An incomplete replica is left out: the ranks of its missing pods would never come.
 
 use std::collections::BTreeMap;
 
 use super::{GroupSpec, LeftOut, LeftOutCode, PodFacts, PodPhase, PoolSpec};
 use crate::protocol::{MemberName, PodRef, Role};
 
-/// A replica that is whole and fit.
+/// A complete and fit replica.
 pub(super) struct Unit<'a> {
     pub(super) name: MemberName,
     pub(super) head: &'a PodFacts,
@@ -15,7 +15,7 @@ pub(super) struct Unit<'a> {
     pub(super) port: u16,
 }
 
-/// A replica with its place, free of the input.
+/// A replica with its place, independent of the input.
 pub(super) struct PlacedUnit {
     pub(super) name: MemberName,
     pub(super) pods: Vec<PodRef>,
@@ -53,7 +53,7 @@ pub(super) fn unfit(pod: &PodFacts) -> Option<(LeftOutCode, String)> {
     pod.unready.as_ref().map(|reason| (LeftOutCode::NotReady, format!("pod {name}: {reason}")))
 }
 
-/// The replicas that the pool's pods make; those that are not whole or not fit go to `left_out`.
+/// The replicas of the pool's pods. Incomplete and unfit ones are added to `left_out`.
 pub(super) fn units<'a>(pool: &PoolSpec, pods: &[&'a PodFacts], left_out: &mut Vec<LeftOut>) -> Vec<Unit<'a>> {
     match &pool.group {
         None => single_pods(pool, pods, left_out),
@@ -95,7 +95,7 @@ fn groups<'a>(pool: &PoolSpec, spec: &GroupSpec, pods: &[&'a PodFacts], left_out
         match whole(spec, group, &pods) {
             Ok((head, whole)) => {
                 units.extend(pool.ports.first().map(|port| Unit { name, head, pods: whole, port: *port }));
-                // Pods that remain from an earlier incarnation of the group are not part of it any more.
+                // Pods of an earlier incarnation of the group are no longer part of it.
                 for pod in pods.iter().filter(|pod| !pod.is_live()) {
                     left_out.extend(unfit(pod).map(|(code, message)| pod_left_out(pool, pod, code, message)));
                 }

@@ -1,14 +1,14 @@
-//! Gives ranks: offsets without gaps in the order of the candidates, the world size, and the chain in which bytes travel.
+//! Assigns ranks: offsets without gaps in the order of the candidates, the world size, and the chain in which bytes travel.
 //!
-//! The one place in the crate where a rank offset is computed, so that no two parts can disagree about it.
+//! Only this file computes rank offsets, so no two parts can disagree about them.
 
 use std::collections::BTreeMap;
 
 use super::Candidate;
 use crate::protocol::{MemberName, PodRef, Role, Roster, RosterMember};
 
-/// The roster of these members. Sources come first whatever the order given; otherwise the order is kept. Every member has at least one
-/// rank. Sums stay below [`MAX_WORLD_SIZE`](super::MAX_WORLD_SIZE) for candidates of one plan.
+/// The roster of these members. Sources come first, whatever the given order; the others keep theirs. Every member has at least one rank.
+/// For candidates of one plan, sums stay below [`MAX_WORLD_SIZE`](super::MAX_WORLD_SIZE).
 pub fn roster(candidates: &[Candidate]) -> Roster {
     let sources = candidates.iter().filter(|candidate| candidate.role == Role::Source);
     let rollouts = candidates.iter().filter(|candidate| candidate.role == Role::Rollout);
@@ -33,8 +33,8 @@ pub fn roster(candidates: &[Candidate]) -> Roster {
     Roster { members, world_size: next, chain }
 }
 
-/// The order in which bytes travel: rollouts in rank order, but those on one node together, and those on the source's node first, so
-/// that every node is entered once. A member of several pods stands where its head is; one whose node is unknown stands alone.
+/// The order in which bytes travel: rollouts in rank order, but grouped by node, with those on the source's node first. So each node is
+/// entered once. A member with several pods counts for the node of its head; a member without a known node stands alone.
 pub fn chain(members: &[RosterMember]) -> Vec<MemberName> {
     let node = |member: &RosterMember| member.pods.first().and_then(|pod: &PodRef| pod.node.clone());
     let mut place: BTreeMap<String, usize> = BTreeMap::new();

@@ -1,11 +1,11 @@
-//! Which pods a part of the spec speaks of. Same meaning as a Kubernetes label selector; an empty one selects nothing here.
+//! Which pods a part of the spec selects. The meaning is that of a Kubernetes label selector, but an empty one selects nothing.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 /// A label selector: all of its requirements must hold.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Selector {
-    /// Labels with their one value.
+    /// Labels with their values.
     pub labels: BTreeMap<String, String>,
     /// Further requirements.
     pub requirements: Vec<Requirement>,
@@ -16,11 +16,11 @@ pub struct Selector {
 pub struct Requirement {
     /// The label.
     pub key: String,
-    /// What is asked of it.
+    /// The condition for its value.
     pub operator: Operator,
 }
 
-/// What a requirement asks of a label.
+/// A condition for a label.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Operator {
     /// Present with one of these values.
@@ -34,12 +34,12 @@ pub enum Operator {
 }
 
 impl Selector {
-    /// Whether it asks for nothing at all.
+    /// Whether it has no requirements.
     pub fn is_empty(&self) -> bool {
         self.labels.is_empty() && self.requirements.is_empty()
     }
 
-    /// Whether a pod with these labels is selected. An empty selector selects nothing: the whole namespace is never what was meant.
+    /// Whether it selects a pod with these labels. An empty selector selects nothing: no user means the whole namespace.
     pub fn matches(&self, labels: &BTreeMap<String, String>) -> bool {
         !self.is_empty()
             && self.labels.iter().all(|(key, value)| labels.get(key) == Some(value))

@@ -1,28 +1,28 @@
-//! Whether an agent can use a GPU, and share its memory with the engine or trainer in the same pod (CUDA IPC), from what both can see.
+//! Whether an agent can use a GPU, and share its memory (CUDA IPC) with the engine or trainer in the same pod, as far as both can see.
 //!
-//! Pure: facts in, a verdict with the exact reason and what to change out. Without this a pair of containers falls back to a slow path in
-//! silence (vllm-project/vllm#55906), or an update ends in an error number of the driver. It never guesses: what is not known is no reason
-//! against, and the driver's message is reported unchanged.
+//! Pure: takes facts, returns a verdict with the exact reason and the required change. Without it, two containers silently use a slow path
+//! (vllm-project/vllm#55906), or an update ends in an error number of the driver. It never guesses: an unknown fact is no obstacle. It
+//! reports the driver's message unchanged.
 
 use serde::{Deserialize, Serialize};
 
 use super::units::show_free;
 use crate::protocol::worker::GpuFacts;
 
-/// Shared memory with which NCCL and engines of several ranks get along; a pod has 64 MiB by itself.
+/// Shared memory that is enough for NCCL and for engines with several ranks; a pod has 64 MiB by default.
 const ENOUGH_SHM: u64 = 512 << 20;
 
-/// What one process can see, and its environment.
+/// The environment of one process, as far as it matters.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ProcessView {
     /// Number of its PID namespace.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pid_namespace: Option<u64>,
-    /// `NVIDIA_VISIBLE_DEVICES`: what the container runtime was asked for.
+    /// `NVIDIA_VISIBLE_DEVICES`: the devices that the container runtime was configured to add.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub nvidia_visible_devices: Option<String>,
-    /// `NVIDIA_DRIVER_CAPABILITIES`: which parts of the driver the container runtime was asked for.
+    /// `NVIDIA_DRIVER_CAPABILITIES`: the parts of the driver that the container runtime was configured to add.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub driver_capabilities: Option<String>,
     /// `CUDA_VISIBLE_DEVICES`.
@@ -37,35 +37,35 @@ pub struct ProcessView {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum Neighbour {
-    /// Not there yet, or not checked.
+    /// It does not exist yet, or was not checked.
     #[default]
     Unknown,
-    /// The agent started it, in its own container (`weightsync run`).
+    /// The agent started it in its own container (`weightsync run`).
     Child(ProcessView),
     /// A process of another container that this one can see.
     Seen(ProcessView),
-    /// It listens on its port, and no process here has that socket.
+    /// It listens on its port, but no visible process owns that socket.
     Hidden,
 }
 
-/// Facts of a container and of the other process in it.
+/// Facts about a container and about the other process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SharingFacts {
     /// Device files of GPUs (`nvidia0`, ...), without `/dev`.
     pub gpu_files: Vec<String>,
     /// Whether `/dev/nvidiactl` exists.
     pub control_file: bool,
-    /// Size of `/dev/shm`; none when there is none.
+    /// Size of `/dev/shm`; `None` if it does not exist.
     pub shm_bytes: Option<u64>,
-    /// The GPUs that the agent's worker finds, or what went wrong there.
+    /// The GPUs that the agent's worker found, or the error.
     pub gpus: Result<Vec<GpuFacts>, String>,
-    /// The agent.
+    /// The agent's process.
     pub agent: ProcessView,
     /// The other process.
     pub neighbour: Neighbour,
 }
 
-/// Why there is no GPU to use, or none to share.
+/// Why there is no usable GPU, or none to share.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum NoSharing {
@@ -95,7 +95,7 @@ pub enum NoSharing {
 }
 
 impl NoSharing {
-    /// Whether the agent can use no GPU at all; else it can, and only not share it.
+    /// Whether the agent can use no GPU at all. Otherwise it can use one, but not share it.
     pub fn no_gpu(&self) -> bool {
         match self {
             Self::NoGpu { .. } | Self::NoCompute { .. } | Self::Driver { .. } | Self::Mig { .. } => true,
@@ -104,12 +104,12 @@ impl NoSharing {
     }
 }
 
-/// Verdict on one agent.
+/// Verdict about one agent.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Sharing {
-    /// UUIDs of the GPUs whose memory can be shared, in the driver's order; or why none.
+    /// UUIDs of the GPUs whose memory can be shared, in the driver's order; or the obstacle.
     pub gpus: Result<Vec<String>, NoSharing>,
-    /// What works and should still be changed, or asks for care.
+    /// Working settings that should still be changed, or that require care.
     pub notes: Vec<String>,
 }
 
@@ -133,7 +133,7 @@ fn usable(facts: &SharingFacts) -> Result<Vec<String>, NoSharing> {
     }
 }
 
-/// Why the worker found none: the container's own part in it first, since that can be changed.
+/// Why the worker found no GPU. The container's own settings come first, because they can be changed.
 fn missing(facts: &SharingFacts, cause: Option<&String>) -> NoSharing {
     let agent = &facts.agent;
     if facts.gpu_files.is_empty() {
@@ -153,11 +153,11 @@ fn missing(facts: &SharingFacts, cause: Option<&String>) -> NoSharing {
     NoSharing::Driver { cause: cause.cloned().unwrap_or_else(unseen) }
 }
 
-/// Those of them whose memory can be shared with the neighbour.
+/// The GPUs among them whose memory can be shared with the other process.
 fn shared(facts: &SharingFacts, gpus: Vec<String>) -> Result<Vec<String>, NoSharing> {
     const WHO: &str = "the engine or trainer";
     let other = match &facts.neighbour {
-        // Same devices, same namespaces, same environment: what the agent has it has.
+        // A child has the agent's devices, namespaces and environment, so it shares all GPUs.
         Neighbour::Unknown | Neighbour::Child(_) => return Ok(gpus),
         Neighbour::Hidden => {
             return Err(NoSharing::PidNamespace { who: WHO, detail: "its port is open and no process here has it".to_owned() });
@@ -169,13 +169,13 @@ fn shared(facts: &SharingFacts, gpus: Vec<String>) -> Result<Vec<String>, NoShar
     {
         return Err(NoSharing::PidNamespace { who: WHO, detail: format!("{theirs}, the agent is in {mine}") });
     }
-    // Numbers count from another first GPU in each container, so only UUIDs say which GPU is meant.
+    // Each container numbers its GPUs from its own first one, so only UUIDs identify a GPU.
     let named = [&other.cuda_visible_devices, &other.nvidia_visible_devices].into_iter().flatten().find(|said| names_by_uuid(said));
     let Some(named) = named else { return Ok(gpus) };
     if let Some(slice) = named.split(',').map(str::trim).find(|name| name.starts_with("MIG-")) {
         return Err(NoSharing::Mig { gpu: slice.to_owned() });
     }
-    // CUDA takes a UUID by its first characters, too.
+    // CUDA also accepts the first characters of a UUID.
     let theirs: Vec<&str> = named.split(',').map(str::trim).filter(|name| !name.is_empty()).collect();
     let both: Vec<String> = gpus.iter().filter(|gpu| theirs.iter().any(|name| gpu.starts_with(name))).cloned().collect();
     if both.is_empty() {

@@ -1,7 +1,7 @@
 //! Finds the source among the trainer's pods: the first in order, or none.
 //!
-//! The source is never guessed. A trainer whose first pod is away has no source until it is back: the next pod holds another rank, whose
-//! program does not publish. Several pods without an order, or several with the first index, are named and refused.
+//! The source is never guessed. A trainer whose first pod is missing has no source until that pod returns: the next pod holds another rank,
+//! and its program does not publish. Several pods without an order, or several with the first index, are reported and refused.
 
 use super::order::{self, Key};
 use super::replicas::unfit;
@@ -17,7 +17,7 @@ pub(super) struct Trainer<'a> {
     pub(super) missing: Option<String>,
 }
 
-/// Name of a trainer's pod as a member.
+/// Member name of a trainer's pod.
 pub(super) fn member_name(pod: &str) -> MemberName {
     MemberName(format!("trainer/{pod}"))
 }
@@ -44,7 +44,7 @@ fn out(pod: &PodFacts, code: LeftOutCode, message: String) -> LeftOut {
     LeftOut { who: member_name(&pod.name), role: Role::Source, pods: vec![pod.to_ref()], code, message }
 }
 
-/// The live pods in order, if it is certain which one is first; else the cause.
+/// The live pods in order, if it is certain which one is first; otherwise the cause.
 fn in_order<'a>(
     spec: &TrainerSpec,
     all: &[&'a PodFacts],

@@ -1,4 +1,4 @@
-//! Who is held responsible, for how long, and that it is no one else.
+//! Which member is held responsible for a failure, and for how long.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -14,7 +14,7 @@ fn pods(uid: &str) -> BTreeSet<String> {
     BTreeSet::from([uid.to_owned()])
 }
 
-/// Member 1 fails, in a pod.
+/// Records a failure of member 1 with one pod.
 fn strike(backoff: &mut Backoff, now: u64, weight: Weight, uid: &str) {
     let failure = Failure { member: &name(1), pods: pods(uid), weight, reason: Reason::AgentLost, message: "gone" };
     backoff.strike(now, RULES, failure);
@@ -54,7 +54,7 @@ fn a_member_that_stands_long_enough_is_forgiven() {
         strike(&mut backoff, 0, Weight::Loss, "a");
     }
     assert_eq!(backoff.forgive(10_000, RULES, |_| true), Some(70_000));
-    // Being out begins the time again.
+    // Time outside a group does not count: the time starts again.
     backoff.forgive(20_000, RULES, |_| false);
     assert_eq!(backoff.forgive(30_000, RULES, |_| true), Some(90_000));
     assert_eq!(backoff.forgive(90_000, RULES, |_| true), None);

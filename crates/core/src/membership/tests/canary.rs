@@ -1,4 +1,4 @@
-//! Versions that replicas refuse by their canary: when that speaks for all, and the way back.
+//! Versions that replicas refuse by their canary: when a refusal counts for all, and the way back.
 
 use super::desk::*;
 use crate::membership::{Decision, MemberStanding, MembershipConfig, Observation, Restored};
@@ -17,7 +17,7 @@ fn at_one(rollouts: u32, min_ready: u32) -> Desk {
     desk
 }
 
-/// A replica's canary refuses a version: its engine is held, what it kept before lies there.
+/// A replica's canary refuses a version: its engine stays paused, and it lists the version that it kept before.
 fn refuses(desk: &mut Desk, n: u32, version: Version) -> Vec<Decision> {
     desk.tell(n, |state| {
         state.phase = MemberPhase::Dirty;
@@ -47,7 +47,7 @@ fn reported(desk: &Desk, n: u32) -> CommitRequest {
     commits.unwrap()
 }
 
-/// What the last Event about the whole group said of a refusal.
+/// The last Event about a refusal by the whole group.
 fn refusal(desk: &Desk) -> Option<String> {
     desk.decisions.iter().rev().find_map(|decision| match decision {
         Decision::Event { reason: Reason::VersionRefused, message, member: None, .. } => Some(message.clone()),
@@ -80,7 +80,7 @@ fn version_no_member_took_leaves_previous_and_spends_number() {
     assert_eq!((commit.current, commit.refused), (Some(held(1)), vec![2]));
     assert_eq!(commit.returned, Some(Returned { to: 1, from: 2, pinned: false }));
     assert!(desk.reasons().contains(&Reason::VersionRefused));
-    // Fed the version before, they serve; the degradation stays until a higher version counts.
+    // They serve after they were fed the previous version. The degradation stays until a higher version counts.
     for n in [1, 2] {
         let decisions = desk.tell(n, |state| (state.phase, state.installed) = (MemberPhase::Ready, Some(held(1))));
         desk.obey(decisions);
@@ -132,7 +132,7 @@ fn minority_that_refuses_is_named_and_does_not_serve() {
     assert_eq!(member, Some(name(3)));
     assert_eq!((desk.member(3).standing, desk.member(3).reason), (MemberStanding::Dirty, Reason::VersionRefused));
     assert_eq!(desk.membership.view().ready, 2);
-    // Those that took it go on to the next one: that makes no majority of the one that is left.
+    // Those that accepted it move on to the next version, so they give no majority against the replica that is left.
     for n in [1, 2] {
         takes(&mut desk, n, 3);
     }
@@ -145,7 +145,7 @@ fn half_is_no_majority_and_unasked_replicas_do_not_count() {
     takes(&mut desk, 1, 2);
     refuses(&mut desk, 2, 2);
     assert_eq!((version(&desk), desk.membership.view().refused), (Some(2), Vec::new()));
-    // Switched in turn, the first of five refuses: the others keep what they have, and were never asked.
+    // The replicas switch one after another, and the first of five refuses. The others keep their version: they were never asked.
     let mut desk = at_one(5, 1);
     refuses(&mut desk, 1, 2);
     assert_eq!(desk.membership.view().refused, [2]);
@@ -188,7 +188,7 @@ fn refused_version_without_a_way_back_reaches_no_member() {
     let degraded = desk.membership.view().degraded;
     let refused = degraded.iter().find(|degradation| degradation.member.is_none() && degradation.reason == Reason::VersionRefused).unwrap();
     assert!(refused.message.contains("no member keeps an earlier version"), "{}", refused.message);
-    // Somebody who keeps it comes.
+    // A member that keeps it arrives.
     let decisions = desk.tell(3, |state| state.retained = Some(held(1)));
     desk.obey(decisions);
     assert_eq!(reported(&desk, 2).current, Some(held(1)));
@@ -208,7 +208,7 @@ fn restarted_controller_sends_no_refused_version() {
     assert_eq!((commit.current, commit.refused), (Some(held(1)), vec![2]));
     takes(&mut desk, 1, 1);
     assert_eq!(version(&desk), Some(1));
-    // Another life of a source says that it once counted.
+    // Another incarnation of a source reports that it once counted.
     desk.tell(0, |state| state.installed = Some(held(2)));
     assert_eq!(version(&desk), Some(1));
 }
@@ -226,7 +226,7 @@ fn target_naming_a_refused_version_is_rejected_with_reason() {
     let degraded = desk.membership.view().degraded;
     let missing = degraded.iter().find(|degradation| degradation.reason == Reason::TargetVersionMissing).unwrap();
     assert!(missing.message.contains("which the canary refused"), "{}", missing.message);
-    // Without a canary it is a person's word.
+    // Without a canary, only `spec.targetVersion` decides.
     let decisions = desk.see(Observation::Configure(Box::new(MembershipConfig { target: Some(2), ..config() })));
     desk.obey(decisions);
     assert_eq!(desk.membership.view().wanted, Some(held(2)));

@@ -1,4 +1,4 @@
-//! Groups that engines join by themselves: who is in them, by what prepared members say.
+//! Groups that engines join by themselves: their members, by the facts from prepare.
 
 use super::desk::*;
 use crate::membership::{Decision, MembershipConfig, Observation, Restored};
@@ -13,7 +13,7 @@ fn can(rendezvous: Rendezvous) -> GroupFacts {
     GroupFacts { rendezvous, size: 1, why_not: String::new() }
 }
 
-/// A group under `delivery: Engine` whose rollouts say this of joining.
+/// A group under `delivery: Engine` whose rollouts report these facts.
 fn formed(source: GpuReport, rollouts: &[Option<GroupFacts>]) -> Desk {
     let policy = UpdatePolicy { delivery: Delivery::Engine, ..policy() };
     let count = u32::try_from(rollouts.len()).unwrap();

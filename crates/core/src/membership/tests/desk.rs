@@ -1,4 +1,4 @@
-//! A membership on a desk: facts are put before it by hand, and what it wants is read off.
+//! A membership without a network: tests give it observations one by one and read its decisions.
 
 use crate::membership::{Decision, MemberView, Membership, MembershipConfig, Observation, Restored};
 use crate::plan::{Candidate, LeftOut, LeftOutCode};
@@ -57,21 +57,21 @@ pub(super) struct Desk {
     pub now: u64,
     pub states: Vec<MemberState>,
     pub decisions: Vec<Decision>,
-    /// GPUs of agents that have some.
+    /// The GPUs that agents report.
     pub gpus: std::collections::BTreeMap<usize, GpuReport>,
-    /// What members say of NIXL.
+    /// The NIXL facts that members report.
     pub fabric: std::collections::BTreeMap<usize, FabricReport>,
-    /// The epoch of the statements that members present for what they hold; they hold nothing that no source announced, unless it is none.
+    /// The epoch of the statements that members present for their versions. With `None` they present none, and their versions do not count.
     pub stated: Option<u64>,
 }
 
 impl Desk {
-    /// A source and `rollouts` rollouts, all announced; nothing else has happened.
+    /// A source and `rollouts` rollouts that announced themselves; nothing else has happened.
     pub fn new(rollouts: u32) -> Self {
         Self::restored(config(), rollouts, Restored::default())
     }
 
-    /// A source and two rollouts, of which the second refused the first prepare so.
+    /// A source and two rollouts; the second refused the first prepare with `code`.
     pub fn refused_by_second(config: MembershipConfig, refusal: Refusal) -> Self {
         let mut desk = Self::restored(config, 2, Restored::default());
         desk.plan(&[0, 1, 2], Vec::new());
@@ -141,14 +141,14 @@ impl Desk {
         }
     }
 
-    /// Changes what a member says of itself, and says it.
+    /// Changes a member's state and reports it.
     pub fn tell(&mut self, n: u32, change: impl FnOnce(&mut MemberState)) -> Vec<Decision> {
         change(&mut self.states[n as usize]);
         let state = self.states[n as usize].clone();
         self.see(Observation::State(Box::new(state)))
     }
 
-    /// Lets time pass, with heartbeats of these members, and with the wakeups that are asked for.
+    /// Advances the time, with heartbeats of these members, and with the requested wakeups.
     pub fn wait(&mut self, ms: u64, alive: &[u32]) -> Vec<Decision> {
         let end = self.now + ms;
         let mut decisions = Vec::new();
@@ -164,7 +164,7 @@ impl Desk {
         decisions
     }
 
-    /// Does what the decisions ask for, as well-behaved agents and an API server would, until nothing more is asked.
+    /// Carries out the decisions, as correct agents and an API server would, until no decision is left.
     pub fn obey(&mut self, decisions: Vec<Decision>) {
         let mut todo = std::collections::VecDeque::from(decisions);
         while let Some(decision) = todo.pop_front() {
@@ -328,14 +328,14 @@ impl Desk {
         })
     }
 
-    /// The source leads, and says how far it is.
+    /// The source leads an update and reports its phase.
     pub fn leads(&mut self, version: Version, attempt: u32, phase: UpdatePhase, steps: &[(u32, InstallStep)]) -> Vec<Decision> {
         let (from, id) = (self.states[0].incarnation.clone(), self.id());
         let update = Box::new(update(&id, version, attempt, phase, steps));
         self.see(Observation::Update { from, update })
     }
 
-    /// A version is out: all hold it.
+    /// All members hold the version.
     pub fn serves(&mut self, version: Version) {
         for n in 0..self.states.len() {
             self.tell(n.try_into().unwrap(), |state| {
@@ -350,7 +350,7 @@ impl Desk {
         self.see(Observation::AgentLost { from, cause: "connection closed".to_owned() })
     }
 
-    /// Another life of a member's agent, with nothing in it.
+    /// Another incarnation of a member's agent, with an empty state.
     pub fn reborn(&mut self, n: u32, number: u32) {
         self.states[n as usize] = state(n, number);
     }
@@ -360,7 +360,7 @@ impl Desk {
     }
 }
 
-/// Members that prepares among these decisions go to.
+/// The members to which these decisions send a prepare.
 pub(super) fn asked(decisions: &[Decision]) -> Vec<MemberName> {
     let asked = decisions.iter().filter_map(|decision| match decision {
         Decision::Prepare { request, .. } => Some(request.member.clone()),

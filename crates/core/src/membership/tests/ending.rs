@@ -1,4 +1,4 @@
-//! How epochs end for those who are not asked any more.
+//! How epochs end for agents that are not members any more.
 
 use super::desk::*;
 use crate::membership::{Decision, GroupStage, Observation};
@@ -71,7 +71,7 @@ fn a_deleted_object_never_forms_a_group_again() {
 fn a_fence_that_a_state_does_not_show_is_sent_again() {
     let mut desk = Desk::formed(2);
     let decisions = desk.tell(2, |state| state.healthy = false);
-    // Everything but the fence is done.
+    // All decisions except the fence are carried out.
     let others: Vec<Decision> = decisions.into_iter().filter(|decision| !matches!(decision, Decision::Fence { .. })).collect();
     let prepares = others.iter().find_map(|decision| match decision {
         Decision::PersistEpoch { epoch } => Some(*epoch),

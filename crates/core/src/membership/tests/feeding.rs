@@ -1,4 +1,4 @@
-//! Who feeds whom, and what is said when no one can.
+//! Which member feeds which, and the report if no member can.
 
 use super::desk::*;
 use crate::membership::{Decision, GroupStage, MemberStanding, Observation};
@@ -7,14 +7,14 @@ use crate::protocol::*;
 
 #[test]
 fn source_feeds_if_it_retains_the_version_else_a_rollout() {
-    // (what source, rollout 1 and rollout 2 retain, who feeds)
+    // (versions that the source, rollout 1 and rollout 2 retain, the feeder)
     type Retained = Option<u64>;
     let table: [([Retained; 3], Option<u32>); 6] = [
         ([Some(3), Some(3), Some(3)], Some(0)),
         ([None, Some(3), Some(3)], Some(1)),
         ([None, None, Some(3)], Some(2)),
         ([None, None, None], None),
-        // A newer version that was never out is not fed.
+        // A newer version that never counted is not fed.
         ([Some(4), None, Some(3)], Some(2)),
         ([Some(2), Some(2), None], None),
     ];
@@ -56,7 +56,7 @@ fn member_paused_for_feeding_before_last_commit_is_kept() {
     let prepares = desk.see(Observation::EpochPersisted { epoch: 1 });
     desk.obey(prepares.into_iter().filter(|decision| matches!(decision, Decision::Prepare { .. })).collect());
     assert!(desk.membership.view().committed);
-    // Again, with the answer of the source on its way while its update runs.
+    // Once more, while the source's update runs and its response is under way.
     desk.reborn(1, 2);
     desk.lose(0);
     desk.reborn(0, 2);

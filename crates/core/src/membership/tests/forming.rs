@@ -1,4 +1,4 @@
-//! How a group comes about.
+//! How a group is formed.
 
 use super::desk::*;
 use crate::membership::{Decision, GroupStage, MemberStanding, Observation};

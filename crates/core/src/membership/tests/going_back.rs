@@ -1,4 +1,4 @@
-//! Going back to an earlier version, and on from there.
+//! The return to an earlier version, and the next version after it.
 
 use super::desk::*;
 use crate::membership::{Decision, MemberStanding, MembershipConfig, Observation, Restored};
@@ -8,7 +8,7 @@ fn target(version: Option<Version>) -> Observation {
     Observation::Configure(Box::new(MembershipConfig { target: version, ..config() }))
 }
 
-/// Version 2 is served by all, and version 1 is kept by these.
+/// All rollouts serve version 2, and these keep version 1.
 fn at_two(rollouts: u32, keep: &[u32]) -> Desk {
     let mut desk = Desk::formed(rollouts);
     for version in [1, 2] {
@@ -20,7 +20,7 @@ fn at_two(rollouts: u32, keep: &[u32]) -> Desk {
     desk
 }
 
-/// What the last commit to a member said.
+/// The last commit that a member received.
 fn reported(desk: &Desk, n: u32) -> CommitRequest {
     let commits = desk.decisions.iter().rev().find_map(|decision| match decision {
         Decision::Commit { member, request, .. } if *member == name(n) => Some((**request).clone()),
@@ -102,7 +102,7 @@ fn unkept_version_changes_nothing_and_kept_ones_are_listed() {
     let missing = degraded.iter().find(|degradation| degradation.reason == Reason::TargetVersionMissing).unwrap();
     assert!(missing.message.contains("version 7") && missing.message.contains("2 (by 3), 1 (by 1)"), "{}", missing.message);
     assert!(desk.event(Reason::TargetVersionMissing).is_some());
-    // Somebody who keeps it comes.
+    // A member that keeps it arrives.
     let decisions = desk.tell(1, |state| state.earlier = vec![held(7)]);
     desk.obey(decisions);
     assert_eq!(reported(&desk, 1).current, Some(held(7)));
@@ -119,7 +119,7 @@ fn removed_target_allows_higher_versions_and_no_stale_one() {
     let decisions = desk.see(target(None));
     desk.obey(decisions);
     assert_eq!(reported(&desk, 0).returned, Some(Returned { to: 1, from: 2, pinned: false }));
-    // One that was away says what it held then.
+    // A member that was away reports its version from then.
     installs(&mut desk, 2, 2);
     assert_eq!((version(&desk), desk.member(2).standing), (Some(1), MemberStanding::Behind));
     installs(&mut desk, 2, 1);
@@ -173,7 +173,7 @@ fn a_restarted_controller_takes_a_group_over_that_went_back() {
     for state in &mut next.states {
         state.returned = returned;
     }
-    // The source says of version 2 that it counted once.
+    // The source reports that version 2 counted once.
     next.states[0].installed = Some(held(2));
     next.plan(&[0, 1, 2], Vec::new());
     for n in 0..=2 {

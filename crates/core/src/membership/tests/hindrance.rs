@@ -1,4 +1,4 @@
-//! What a trainer hears of a group that cannot take its version.
+//! The report to a trainer about a group that cannot take its version.
 
 use super::desk::*;
 use crate::plan::{LeftOut, LeftOutCode};
@@ -8,7 +8,7 @@ fn hindrance(desk: &Desk) -> Hindrance {
     desk.membership.latest().hindrance.clone().expect("no group can take a version")
 }
 
-/// Forms a group of a source and two rollouts, of which the second refuses so.
+/// Forms a group of a source and two rollouts, of which the second refuses with `code`.
 fn refused(min_ready: u32, code: RefusalCode) -> Desk {
     let mut config = config();
     config.policy.min_ready = min_ready;
@@ -26,7 +26,7 @@ fn hindrance_names_what_the_engine_lacks_and_is_permanent() {
 #[test]
 fn hindrance_that_time_or_others_can_end_is_not_permanent() {
     assert!(!hindrance(&refused(2, RefusalCode::EngineRefused)).permanent);
-    // One of the two is enough, and it is only not in a group yet.
+    // One of the two is enough; it is only not in a group yet.
     assert!(!hindrance(&refused(1, RefusalCode::Unsupported)).permanent);
 }
 

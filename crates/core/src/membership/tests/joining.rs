@@ -1,4 +1,4 @@
-//! How members come in.
+//! How members join.
 
 use super::desk::*;
 use crate::membership::{JoinPolicy, MemberStanding, Observation};
@@ -127,7 +127,7 @@ fn member_at_a_foreign_address_is_left_out_and_named() {
     desk.states[2].incarnation = life(2, 1);
     desk.plan(&[0, 1, 2], Vec::new());
     let refused = |announcement: Announcement| Observation::AddressRefused { announcement, why: "not the pod's".to_owned() };
-    // A pod may invent as many lives as it likes.
+    // A pod may invent any number of incarnations.
     for instance in 0..1000 {
         let incarnation = Incarnation { instance: format!("invented-{instance}"), ..life(2, 1) };
         desk.see(refused(Announcement { incarnation, ..desk.announcement(2) }));
@@ -136,7 +136,7 @@ fn member_at_a_foreign_address_is_left_out_and_named() {
     let shown = desk.member(2);
     assert_eq!((shown.standing, shown.reason), (MemberStanding::Out, Reason::PodMismatch), "{shown:?}");
     assert_eq!(shown.message, "not the pod's");
-    // A life that was announced well is not thrown out by what it announces later.
+    // A later announcement with another address does not remove an incarnation with a correct one.
     desk.see(refused(desk.announcement(1)));
     assert_eq!(desk.member(1).standing, MemberStanding::Ready);
     // It is a member once it announces its own address.

@@ -1,11 +1,11 @@
-//! How members leave: lost, silent, unhealthy, made again, or in good order.
+//! How members leave: lost, silent, unhealthy, recreated, or in good order.
 
 use super::desk::*;
 use crate::membership::{Decision, MemberStanding, Observation};
 use crate::plan::LeftOutCode;
 use crate::protocol::*;
 
-/// Why there is a new epoch, as each prepare says.
+/// The reasons of the new epoch in these prepares.
 fn reported_why(decisions: &[Decision]) -> Vec<&str> {
     let whys = decisions.iter().filter_map(|decision| match decision {
         Decision::Prepare { request, .. } => Some(request.why.as_str()),
@@ -22,7 +22,7 @@ fn a_lost_agent_is_left_out_in_the_same_step_and_named() {
     assert_eq!(desk.event(Reason::AgentLost).unwrap(), (Some(name(2)), "connection closed".to_owned()));
     let decisions = desk.see(Observation::EpochPersisted { epoch: 2 });
     assert_eq!(asked(&decisions), [name(0), name(1)]);
-    // Anyone who hears of it by the prepare only is informed who was lost.
+    // The prepare names the lost member to members that did not see the loss.
     assert_eq!(reported_why(&decisions), ["actors/r2: AgentLost: connection closed"; 2]);
     desk.obey(decisions);
     let view = desk.membership.view();
@@ -64,7 +64,7 @@ fn pod_made_again_under_one_name_is_another_member() {
     candidates[1].pods[0].uid = "uid-1-again".to_owned();
     let decisions = desk.see(Observation::Candidates { candidates, left_out: Vec::new() });
     assert!(decisions.iter().any(|decision| matches!(decision, Decision::Fence { .. })), "{decisions:?}");
-    // What the pod before it says changes nothing.
+    // A message of the previous pod changes nothing.
     desk.tell(1, |_| ());
     let shown = desk.member(1);
     assert_eq!((shown.standing, shown.reason, shown.installed), (MemberStanding::Out, Reason::AgentMissing, None));
@@ -80,7 +80,7 @@ fn restarted_agent_of_a_pod_joins_by_a_new_epoch() {
     desk.obey(decisions);
     assert_eq!(desk.member(2).incarnation, Some(life(2, 2)));
     let before = desk.epoch();
-    // A late word of the life before it.
+    // A late message of the previous incarnation.
     let mut old = desk.states[2].clone();
     old.incarnation = life(2, 1);
     desk.see(Observation::State(Box::new(old)));
@@ -202,7 +202,7 @@ fn restarted_engine_is_named_once() {
     let restarted = desk.tell(1, |state| state.engine_restarts = 1);
     assert_eq!(named(&restarted), [(Some(name(1)), true)]);
     assert_eq!(named(&desk.tell(1, |state| state.installed = Some(held(3)))), []);
-    // What was missed counts when it is heard.
+    // An event that was missed counts when it arrives.
     desk.see(Observation::AgentLost { from: life(2, 0), cause: "gone".to_owned() });
     let mut decisions = desk.announce(2);
     decisions.extend(desk.tell(2, |state| state.engine_restarts = 2));

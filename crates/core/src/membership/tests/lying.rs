@@ -1,4 +1,4 @@
-//! What one member says about itself, true or not, changes nothing for the others.
+//! A member's report about itself, true or false, changes nothing for the others.
 
 use super::desk::*;
 use crate::membership::{Decision, MemberStanding, MembershipConfig, Observation, Restored};
@@ -83,7 +83,7 @@ fn update_of_a_pod_that_only_calls_itself_a_source_is_ignored() {
     let announcement = Announcement { incarnation: from.clone(), role: Role::Source, engine_port: None, ..desk.announcement(3) };
     desk.see(Observation::Announced(announcement));
     let id = desk.id();
-    // In the group that is, and in the one that comes next.
+    // In the present group and in the next one.
     for (attempt, epoch) in [(1, id.epoch), (2, id.epoch), (3, id.epoch + 1)] {
         let id = EpochId { epoch, ..id.clone() };
         let steps = [(1, InstallStep::Refused), (2, InstallStep::Refused), (3, InstallStep::Installed)];
@@ -132,7 +132,7 @@ fn other(version: Version) -> HeldVersion {
     HeldVersion { version, manifest: "poison".to_owned() }
 }
 
-/// The first of all claims was refused with these words, for the member that made it.
+/// The first claim of `member` was refused, and the Event has the claim.
 fn assert_named(desk: &Desk, claim: &str) {
     let view = desk.membership.view();
     let shown = view.degraded.iter().find(|one| one.reason == Reason::ClaimRefused);
@@ -152,7 +152,7 @@ fn invented_higher_version_is_named_and_fed_over() {
     assert!(desk.membership.view().degraded.iter().all(|one| one.reason != Reason::ClaimRefused));
 }
 
-/// A desk whose member 2 says that it holds versions that no source announced.
+/// Member 2 claims versions that no source announced.
 fn lied_to(version: Version, policy: UpdatePolicy) -> Desk {
     let mut desk = Desk::restored(MembershipConfig { policy, ..config() }, 2, Restored::default());
     desk.form(2);
@@ -259,7 +259,7 @@ fn member_with_a_foreign_data_address_is_refused_alone() {
     let mut desk = Desk::new(3);
     let candidates = (0..=3u8).map(|n| {
         let mut candidate = candidate(n.into());
-        // The third one answers from 10.0.0.3.
+        // The third member responds from 10.0.0.3.
         let last = if n == 3 { 9 } else { n };
         candidate.pods[0].ips = vec![[10, 0, 0, last].into()];
         candidate

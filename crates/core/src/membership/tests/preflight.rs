@@ -1,4 +1,4 @@
-//! What follows from measured edges.
+//! The consequences of measured edges.
 
 use super::desk::*;
 use crate::membership::{MemberStanding, Observation};
@@ -8,7 +8,7 @@ fn poor(n: u32, broken: bool) -> PoorMember {
     PoorMember { member: name(n), from: name(0), broken, why: format!("the edge from {} to {} is poor", name(0), name(n)) }
 }
 
-/// The leader tells what it measured in the present epoch.
+/// The leader reports its measurements of the present epoch.
 fn measured(desk: &mut Desk, poor: Vec<PoorMember>) {
     let decisions = desk.tell(0, |state| {
         state.preflight = state.epoch.clone().map(|id| {
@@ -56,7 +56,7 @@ fn slow_member_is_left_out_and_named_while_enough_are_left() {
         matches!(decision, crate::membership::Decision::Event { reason: Reason::BadEdge, member: Some(member), .. } if *member == name(2))
     });
     assert_eq!(events.count(), 1);
-    // It does not come back at once, to slow the others again.
+    // It does not return at once, which would slow the others again.
     desk.wait(60_000, &[0, 1, 2, 3]);
     assert_eq!(out(&desk), [(name(2), Reason::BadEdge)]);
 }

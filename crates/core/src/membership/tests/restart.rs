@@ -1,11 +1,11 @@
-//! A controller that starts: what it takes over, and what it does not.
+//! A controller that starts: which groups it takes over.
 
 use super::desk::*;
 use crate::membership::{Decision, GroupStage, MemberStanding, Observation, Restored};
 use crate::plan::LeftOutCode;
 use crate::protocol::*;
 
-/// A controller that starts next to a group that works.
+/// A controller that starts while this group works.
 fn alongside(working: &Desk) -> Desk {
     let restored =
         Restored { term: 2, epoch: working.epoch(), version: working.membership.view().version, highest: 0, refused: Vec::new() };
@@ -57,7 +57,7 @@ fn a_member_whose_pause_made_its_pod_unready_is_waited_for() {
         desk.announce(n);
     }
     assert!(!persists(&desk.wait(2_000, &[0, 1, 2])));
-    // It is done.
+    // The suspended object is released.
     desk.plan(&[0, 1, 2], Vec::new());
     desk.tell(1, |state| (state.phase, state.healthy) = (MemberPhase::Ready, true));
     let view = desk.membership.view();
@@ -108,7 +108,7 @@ fn members_that_come_one_by_one_extend_a_bounded_wait() {
     assert!(!persists(&decisions), "{decisions:?}");
     assert_eq!((desk.membership.view().stage, desk.epoch()), (GroupStage::Committed, 1), "15 s after the start it is taken over");
 
-    // One that tells the same again is none that came back.
+    // An agent that repeats its report is not one that reconnected.
     let mut desk = alongside(&working);
     desk.plan(&[0, 1, 2, 3], Vec::new());
     desk.announce(0);
@@ -125,7 +125,7 @@ fn no_member_is_gone_while_other_objects_agents_return() {
     desk.plan(&[0, 1, 2], Vec::new());
     let begun = desk.now;
     let mut decisions = Vec::new();
-    // No one of this object is heard of for half a minute, others all the time.
+    // For half a minute only agents of other objects report.
     for _ in 0..10 {
         decisions.extend(desk.wait(3_000, &[]));
         let at = desk.now;
@@ -137,7 +137,7 @@ fn no_member_is_gone_while_other_objects_agents_return() {
     }
     assert_eq!((desk.membership.view().stage, desk.epoch()), (GroupStage::Committed, 1));
 
-    // A minute is enough: others may come and go for ever.
+    // The wait ends after a minute, although other agents still reconnect.
     let mut desk = alongside(&working);
     desk.plan(&[0, 1, 2], Vec::new());
     while desk.now < begun + 61_000 {
@@ -238,7 +238,7 @@ fn earlier_controllers_epoch_ends_with_no_member_to_await() {
     let decisions = desk.wait(200, &[1, 2]);
     let fenced = |n: u32| decisions.iter().any(|decision| matches!(decision, Decision::Fence { to, .. } if to.contains(&life(n, 1))));
     assert!(fenced(1) && fenced(2), "{decisions:?}");
-    // What was ended is not taken over when the source comes at last.
+    // An ended epoch is not taken over when the source arrives at last.
     desk.announce(0);
     desk.wait(1_100, &[0, 1, 2]);
     assert_eq!(desk.membership.view().stage, GroupStage::Persisting);

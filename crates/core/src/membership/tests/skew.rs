@@ -1,4 +1,4 @@
-//! Who may be in service while versions differ.
+//! Which replicas may be in service while versions differ.
 
 use super::desk::*;
 use crate::membership::{MemberStanding, MembershipConfig, Observation, Restored};
@@ -8,7 +8,7 @@ fn rules(max_skew: Option<Version>) -> MembershipConfig {
     MembershipConfig { policy: UpdatePolicy { max_skew, min_ready: 2, keep: 2, ..policy() }, ..config() }
 }
 
-/// Three replicas at version 1, of which these took version 2; two make it count.
+/// Three replicas at version 1; these took version 2, and two replicas make it count.
 fn at_one_and_two(max_skew: Option<Version>, took: &[u32]) -> Desk {
     let mut desk = Desk::restored(rules(max_skew), 3, Restored::default());
     desk.form(3);
@@ -19,7 +19,7 @@ fn at_one_and_two(max_skew: Option<Version>, took: &[u32]) -> Desk {
     desk
 }
 
-/// Who may serve, by the word of the view.
+/// The replicas that may serve, by the view.
 fn serving(desk: &Desk) -> Vec<u32> {
     let view = desk.membership.view();
     let may = |n: &u32| desk.member(*n).installed.is_some_and(|held| view.may_serve(&held).is_ok());
@@ -28,11 +28,11 @@ fn serving(desk: &Desk) -> Vec<u32> {
 
 #[test]
 fn served_versions_stay_within_the_skew_in_an_update() {
-    // (limit, who took version 2, who may serve)
+    // (limit, replicas with version 2, replicas that may serve)
     let cases: [(Option<Version>, &[u32], &[u32]); 6] = [
         (None, &[1], &[1, 2, 3]),
         (None, &[1, 2], &[1, 2]),
-        // Proven on one replica alone, the newest takes no one out of service.
+        // Only one replica has the newest version, so it takes no replica out of service.
         (Some(0), &[1], &[2, 3]),
         (Some(0), &[1, 2], &[1, 2]),
         (Some(1), &[1], &[1, 2, 3]),
@@ -49,7 +49,7 @@ fn lagging_replica_serves_while_near_enough_and_says_so() {
     let third = desk.member(3);
     assert_eq!(third.standing, MemberStanding::Behind, "it is brought the current version all the same");
     assert!(third.message.contains("serves meanwhile"), "{}", third.message);
-    // A third version comes into service on one replica: the first one is too far away from it.
+    // One replica serves a third version: the first version is too old then.
     desk.tell(1, |state| state.installed = Some(held(3)));
     assert_eq!((desk.membership.view().newest, serving(&desk)), (Some(3), vec![1, 2]));
     let why = desk.membership.view().may_serve(&held(1)).unwrap_err();

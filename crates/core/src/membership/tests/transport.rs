@@ -1,4 +1,4 @@
-//! Which transport an epoch gets, by what prepared members say of their GPUs.
+//! Which transport an epoch gets, by the GPUs that prepared members report.
 
 use super::desk::*;
 use crate::membership::MembershipConfig;
@@ -80,7 +80,7 @@ fn engine_on_the_sources_gpu_has_no_rank() {
         assert_eq!(plan.ranks_of(&plan.guests[0]), None);
         assert!(choices[0].reason.contains(&format!("on the source's GPU: {}", plan.guests[0])), "{}", choices[0].reason);
     }
-    // No one else need have a rank; what is free on the one GPU is for the rings of both.
+    // No other member needs a rank; the free memory of the one GPU serves the rings of both.
     let alone = commits(&formed(TransportWish::Auto, &[Some(gpu(0, 22809)), Some(gpu(0, 22809))]));
     let plan = alone[0].nccl.as_ref().unwrap();
     assert_eq!((plan.world(), plan.guests.len()), (1, 1));

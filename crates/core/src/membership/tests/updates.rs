@@ -1,4 +1,4 @@
-//! What leaders say of updates, and what may follow from it.
+//! Leaders' reports about updates, and their consequences.
 
 use super::desk::*;
 use crate::membership::{MemberStanding, Observation, Restored};

@@ -1,4 +1,4 @@
-//! Replicas that wait for their turn to be switched.
+//! Replicas that wait for their switch.
 
 use super::desk::*;
 use crate::membership::{MemberStanding, MembershipConfig, Restored};

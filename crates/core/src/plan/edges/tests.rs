@@ -3,7 +3,7 @@ use std::collections::BTreeMap;
 use super::*;
 use crate::protocol::EdgeFigures;
 
-/// A network in which each member sends and receives at a rate of its own, in MB/s, and some pairs at another.
+/// A network in which each member sends and receives at its own rate in MB/s, and some pairs at another rate.
 struct Network {
     sends: BTreeMap<&'static str, u64>,
     receives: BTreeMap<&'static str, u64>,
@@ -32,7 +32,7 @@ impl Network {
         })
     }
 
-    /// Measures what is asked for until there is an order, and counts the measurements.
+    /// Measures the requested edges until there is an order, and counts the measurements.
     fn arrange(&mut self, rollouts: &[&str]) -> (Arrangement, usize) {
         let names: Vec<MemberName> = rollouts.iter().copied().map(name).collect();
         for count in 0..100 {

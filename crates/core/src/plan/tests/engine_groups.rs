@@ -1,4 +1,4 @@
-//! Which engines share a group that they join by themselves, and who stands in the way.
+//! Which engines share a group that they join by themselves, and which prevent one.
 
 use proptest::prelude::*;
 
@@ -21,7 +21,7 @@ fn facts(rendezvous: Rendezvous, size: u32) -> GroupFacts {
 /// Kind of a group, and its members with their sizes.
 type Joined = (Rendezvous, Vec<(MemberName, u32)>);
 
-/// Joins these, each of its size by the roster, and gives kind and members of every group.
+/// The groups of these engines, each of its size in the roster: kind and members.
 fn joined(joiners: &[(u32, GroupFacts)]) -> Result<Vec<Joined>, Vec<(MemberName, String)>> {
     let names: Vec<MemberName> = (0..joiners.len()).map(name).collect();
     let none = GpuReport::default();

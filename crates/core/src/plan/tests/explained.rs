@@ -1,4 +1,4 @@
-//! What an explanation says.
+//! The contents of an explanation.
 
 use super::world::{actor, pool, world};
 use crate::plan::{Bandwidth, GpuNeed, GpuRing, MemberMemory, ModelFacts, explain, plan, roster};

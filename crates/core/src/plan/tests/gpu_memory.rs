@@ -1,4 +1,4 @@
-//! The ring on each GPU: by table, and what holds of every choice.
+//! The ring on each GPU: a table, and properties of every choice.
 
 use proptest::prelude::*;
 
@@ -15,7 +15,7 @@ fn of(bytes: u64) -> RingLoad {
     RingLoad { bytes, largest: 0 }
 }
 
-/// Whether a ring of this very shape has room on one GPU.
+/// Whether a ring of exactly this shape fits on one GPU.
 fn fits(ring: &GpuRing, room: &GpuRoom) -> Result<(), NoRing> {
     let wish = RingWish { slots: Some(ring.slots), slot_bytes: Some(ring.slot_bytes) };
     gpu_ring(wish, of(0), std::slice::from_ref(room)).map(|choice| assert_eq!(choice.ring, *ring))
@@ -24,18 +24,18 @@ fn fits(ring: &GpuRing, room: &GpuRoom) -> Result<(), NoRing> {
 #[test]
 fn default_ring_follows_model_and_tightest_gpu() {
     let cases = [
-        // Nothing known of the GPUs, or enough: a quarter of the model at most.
+        // The GPUs are unknown, or have enough memory: at most a quarter of the model.
         (of(5 * GIB), None, (3, GIB)),
         (of(5 * GIB), Some(20 * GIB), (3, GIB)),
         (of(70 * GIB), Some(100 * GIB), (3, GIB)),
         (of(3 * GIB), Some(20 * GIB), (3, 512 * MIB)),
         (of(4 * MIB), Some(20 * GIB), (3, MIB)),
         (of(0), None, (3, MIB)),
-        // Half of what is free without NCCL's share: a slot fewer goes before shorter slots.
+        // Half of the free memory, without NCCL's share: fewer slots come before shorter ones.
         (of(5 * GIB), Some(5 * GIB), (2, GIB)),
         (of(5 * GIB), Some(4 * GIB), (3, 512 * MIB)),
         (of(5 * GIB), Some(GIB), (2, 128 * MIB)),
-        // A tensor that is handed over as a whole.
+        // A tensor that must be handed over in one piece.
         (RingLoad { bytes: 5 * GIB, largest: 1_200_000_000 }, Some(20 * GIB), (3, 1145 * MIB)),
         (RingLoad { bytes: 5 * GIB, largest: 300 * MIB }, Some(20 * GIB), (3, GIB)),
         (RingLoad { bytes: 5 * GIB, largest: 300 * MIB }, Some(2 * GIB), (2, 512 * MIB)),
@@ -73,7 +73,7 @@ fn gpu_without_room_is_refused_before_allocation() {
     assert_eq!(fits(&ring, &room(exact)), Ok(()));
     let refused = fits(&ring, &room(exact - 1)).unwrap_err();
     assert!(refused.to_string().contains("2.5 GiB are needed"), "{refused}");
-    // An engine that took 95 % of its GPU and left less than NCCL needs.
+    // An engine took 95 % of its GPU and left less than NCCL needs.
     let refused = gpu_ring(RingWish::default(), of(16 * GIB), &[room(NCCL_ESTIMATE)]).unwrap_err();
     assert!(matches!(refused, NoRing::TooLittle { free: NCCL_ESTIMATE, .. }), "{refused}");
     let need = GpuNeed::of(&ring);
@@ -107,7 +107,7 @@ proptest! {
                 prop_assert!(choice.ring.slot_bytes >= largest);
                 prop_assert!(slots.is_none_or(|slots| slots == choice.ring.slots));
                 prop_assert!(slot_bytes.is_none_or(|bytes| bytes == choice.ring.slot_bytes));
-                // Never the model, unless it is tiny, its largest tensor asks for it, or the user does.
+                // Never the whole model, unless it is tiny, its largest tensor needs that, or the user requests it.
                 let asked = slots.is_some() || slot_bytes.is_some() || largest > bytes / 4;
                 prop_assert!(asked || choice.ring.bytes() < bytes.max(16 * MIB));
             }

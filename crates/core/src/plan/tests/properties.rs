@@ -1,4 +1,4 @@
-//! What holds for every plan, over random worlds.
+//! Properties of every plan, over random worlds.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -82,7 +82,7 @@ fn check_ranks(plan: &Plan) -> Result<(), TestCaseError> {
     let rollouts: BTreeSet<_> = plan.rollouts().map(|candidate| &candidate.name).collect();
     prop_assert_eq!(roster.chain.len(), rollouts.len());
     prop_assert_eq!(roster.chain.iter().collect::<BTreeSet<_>>(), rollouts);
-    // Every node is entered once: the chain has no node twice with another between.
+    // The chain enters each node once: it never returns to a node that it left.
     let node = |name| roster.member(name).and_then(|member| member.pods[0].node.clone());
     let source_node = roster.members.iter().find(|member| member.role == Role::Source).and_then(|member| member.pods[0].node.clone());
     let mut path: Vec<String> = source_node.into_iter().collect();

@@ -1,4 +1,4 @@
-//! Who has a rank, who is fed on the source's GPU, who is left out.
+//! Which member has a rank, which is fed on the source's GPU, and which is left out.
 
 use proptest::prelude::*;
 

@@ -1,4 +1,4 @@
-//! How pods become replicas, and in which order they stand.
+//! How pods become replicas, and their order.
 
 use super::world::{actor, group_pod, grouped, left_out, names, pool, refusal, selector, why, world};
 use crate::plan::{LeftOutCode, Operator, Order, PlanRefusal, PodFacts, PodPhase, PoolSpec, Requirement, plan};

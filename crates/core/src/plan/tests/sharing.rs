@@ -1,4 +1,4 @@
-//! When agent and engine can share a GPU's memory, and what is said when they cannot.
+//! When agent and engine can share a GPU's memory, and the message if they cannot.
 
 use crate::plan::{Neighbour, NoSharing, ProcessView, SharingFacts, expandable_segments, sharing};
 use crate::protocol::worker::GpuFacts;
@@ -14,7 +14,7 @@ fn view(namespace: u64) -> ProcessView {
     ProcessView { pid_namespace: Some(namespace), ..ProcessView::default() }
 }
 
-/// A wrapped engine with one GPU: everything as it should be.
+/// A wrapped engine with one GPU and correct settings.
 fn wrapped() -> SharingFacts {
     SharingFacts {
         gpu_files: vec!["nvidia3".into()],
@@ -30,7 +30,7 @@ fn alongside(neighbour: ProcessView) -> SharingFacts {
     SharingFacts { neighbour: Neighbour::Seen(neighbour), ..wrapped() }
 }
 
-/// The reason, which must say all of this.
+/// The reason of the refusal, which must contain all these words.
 fn refused(facts: &SharingFacts, words: &[&str]) -> NoSharing {
     let verdict = sharing(facts);
     let reason = verdict.gpus.expect_err("cannot be shared");

@@ -1,4 +1,4 @@
-//! Ranks of a replica, and stories of peers that counted them wrongly.
+//! Ranks of a replica, and stories of other projects that counted them wrongly.
 
 use super::world::{actor, pool, refusal, world};
 use crate::plan::{PlanRefusal, PoolSpec, plan, roster};

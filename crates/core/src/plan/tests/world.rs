@@ -1,4 +1,4 @@
-//! Short ways to write down pods and specs.
+//! Short notations for pods and specs.
 
 use std::collections::BTreeMap;
 
@@ -79,7 +79,7 @@ pub(super) fn left_out(plan: &Plan) -> Vec<(&str, LeftOutCode)> {
     plan.left_out.iter().map(|left_out| (left_out.who.0.as_str(), left_out.code)).collect()
 }
 
-/// The one entry that tells of `who`.
+/// The only entry about `who`.
 pub(super) fn why<'a>(plan: &'a Plan, who: &str) -> &'a LeftOut {
     plan.left_out.iter().find(|left_out| left_out.who.0 == who).unwrap_or_else(|| panic!("{who} is not left out: {plan:?}"))
 }
