@@ -1,6 +1,6 @@
-//! The messages between controller, agents, engines' simulators and the trainer's client.
+//! The messages between controller, agents, simulated engines and the trainer's client.
 //!
-//! Types only, with their serialised form. Decides nothing; knows no socket, no clock, no Kubernetes. Every message that acts on a group
+//! Types and their serialised form only. Decides nothing; knows no socket, no clock, no Kubernetes. Every message that acts on a group
 //! carries its [`EpochId`], so that the receiver can refuse stale ones.
 
 mod canary;

@@ -1,7 +1,7 @@
-//! What a version of weights is: named tensors laid end to end, cut into buckets, proven by digests.
+//! A version of weights: named tensors laid end to end, cut into buckets, proven by digests.
 //!
-//! This room decides layout, digests and coverage. It never talks to a network, an engine or a clock, and it
-//! never trusts a length that it read: every number from outside is checked before memory is asked for.
+//! Decides layout, digests and coverage. It never talks to a network, an engine or a clock. It never trusts a length that it read: every
+//! number from outside is checked before memory is allocated.
 
 mod coverage;
 mod digest;
@@ -27,7 +27,7 @@ pub use section::Section;
 pub use tree::{BlockValue, TREE_BLOCK, block_bytes, tree_digest};
 pub use wire::{WireBucket, WireError};
 
-/// A name from outside as it may stand in an error or a log line: no control characters, and not longer than 200 characters.
+/// A name from outside, made safe for an error or a log line: no control characters, at most 200 characters.
 pub(crate) fn shown(name: &str) -> String {
     const LONGEST: usize = 200;
     let mut text: String = name.chars().take(LONGEST).flat_map(char::escape_debug).collect();

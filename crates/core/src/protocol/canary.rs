@@ -1,6 +1,6 @@
 //! The canary: the prompt for engines after each switch, and when refusals of replicas count for the whole group.
 //!
-//! Values, and the one count that leader and controller must agree on. The crate `engine` asks engines and judges their answers.
+//! Values, and the one count on which leader and controller must agree. The crate `engine` sends the prompt and judges the responses.
 
 use serde::{Deserialize, Serialize};
 

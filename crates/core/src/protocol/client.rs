@@ -125,10 +125,10 @@ pub enum ClientRequest {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum QueuePolicy {
-    /// Waits in the queue.
+    /// It waits in the queue.
     #[default]
     Wait,
-    /// Replaces one that waits; the running one ends first.
+    /// It replaces a waiting publish; the running one ends first.
     Latest,
 }
 

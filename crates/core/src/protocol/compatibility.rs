@@ -1,9 +1,8 @@
-//! Which builds of the program work together. Decides whether two builds have a protocol in common; it does not decide the consequences for
-//! a group.
+//! Which builds of the program work together. Decides whether two builds have a protocol in common, but not the consequences for a group.
 //!
-//! A message may gain a field that its reader may miss: that changes nothing here. Whatever an older build would misread (a field or variant that
-//! it must know, another meaning of one that it knows) needs a new number, and for as long as this build reads both, [`OLDEST`] stays.
-//! `tests/protocol-N.json` holds messages of protocol N as they were when it was the newest.
+//! A new field that an older reader may ignore needs no new number. A field or variant that it must know, or a changed meaning, needs one.
+//! [`OLDEST`] stays while this build still reads both.
+//! `tests/protocol-N.json` keeps messages of protocol N from the time when it was the newest.
 
 use serde::{Deserialize, Serialize};
 
@@ -26,13 +25,13 @@ impl Protocols {
     /// Those of this build.
     pub const OURS: Self = Self { oldest: OLDEST, newest: NEWEST };
 
-    /// Those of a build that does not report them, as the first ones did not.
+    /// The protocols of a build that does not report them, like the first builds.
     #[must_use]
     pub fn unsaid() -> Self {
         Self { oldest: 1, newest: 1 }
     }
 
-    /// Why an agent of the build `program` with these protocols cannot work with this build, and what would help; `None` if it can.
+    /// Why an agent of the build `program` with these protocols cannot work with this build, and the remedy; `None` if it can.
     #[must_use]
     pub fn lacks_ours(self, program: &str) -> Option<String> {
         self.lacks(Self::OURS, program)

@@ -11,14 +11,14 @@ use super::{
     RefusedVersion, Role, Roster, Statement, TransportChoice, UpdatePolicy, UpdateView, Version,
 };
 
-/// Longest line of an event stream, in bytes: a snapshot with all its statements, or an update of two thousand members. Readers end a stream
-/// with a longer one, so that no agent takes the controller's memory.
+/// Longest line of an event stream, in bytes: a snapshot with all its statements, or an update with two thousand members. Readers end a
+/// stream with a longer line, so that no agent can exhaust the controller's memory.
 pub const LONGEST_EVENT: usize = 256 << 10;
 
 /// Longest answer to a call between the controller and agents, in bytes.
 pub const LONGEST_ANSWER: usize = 1 << 20;
 
-/// First phase of a group: every member fences what it had and opens what it listens on.
+/// First phase of a group: every member fences its earlier epoch and opens its listeners.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct PrepareRequest {
@@ -52,7 +52,7 @@ impl PrepareRequest {
 #[allow(missing_docs)]
 pub struct PrepareResponse {
     pub incarnation: Incarnation,
-    /// Where its data listener is bound (`IP:PORT`).
+    /// Address of its bound data listener (`IP:PORT`).
     pub data_address: String,
     #[serde(default)]
     pub gpus: GpuReport,
@@ -61,7 +61,7 @@ pub struct PrepareResponse {
     pub state: MemberState,
 }
 
-/// Where to reach a member.
+/// The addresses of a member.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct MemberAddress {

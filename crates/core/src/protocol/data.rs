@@ -1,7 +1,7 @@
 //! Messages of the data path: a hello, buckets with their heads, and why a stream ended early.
 //!
-//! The hello carries the rest of the chain (source routing), so a member forwards without knowing the leader's choice, and an
-//! attempt that leaves a member out needs no other message. Integers on the wire are little-endian.
+//! The hello carries the rest of the chain (source routing). So a member forwards without knowledge of the leader's choice, and an attempt
+//! without some member needs no other message. Integers on the wire are little-endian.
 
 use serde::{Deserialize, Serialize};
 
@@ -72,7 +72,7 @@ pub enum StreamFailure {
         peer: MemberName,
         refusal: Refusal,
     },
-    /// Its connection closed in the middle.
+    /// Its connection closed before the stream ended.
     Lost {
         peer: MemberName,
         cause: String,
@@ -91,7 +91,7 @@ pub enum StreamFailure {
     Communicator {
         cause: String,
     },
-    /// The leader gave the stream up.
+    /// The leader cancelled the stream.
     Cancelled,
 }
 
@@ -112,11 +112,11 @@ impl BucketHeader {
     /// Length on the wire in bytes.
     pub const LENGTH: usize = 24;
 
-    /// Flag: the bytes do not follow here, they travel between the GPUs of the epoch's communicator, or lie in lent memory. Digests (gsum64) follow in the order
-    /// of the heads, several heads may come before the first.
+    /// Flag: the bytes do not follow here. They travel between the GPUs of the epoch's communicator, or are in lent memory. Digests
+    /// (gsum64) follow in the order of the heads; several heads may come before the first digest.
     pub const CARRIED: u32 = 1;
 
-    /// The header as it travels.
+    /// The header in wire format.
     pub fn encode(&self) -> [u8; Self::LENGTH] {
         let mut wire = [0; Self::LENGTH];
         let fields = self.sequence.to_le_bytes().into_iter();
@@ -127,7 +127,7 @@ impl BucketHeader {
         wire
     }
 
-    /// Reads a header; does not check its numbers.
+    /// Reads a header, without a check of its numbers.
     pub fn decode(wire: &[u8; Self::LENGTH]) -> Self {
         Self {
             sequence: u32::from_le_bytes(field(wire, 0)),

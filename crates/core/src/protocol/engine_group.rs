@@ -1,7 +1,7 @@
 //! Groups that the engines themselves join (`delivery: Engine`): a server's ability to join, the composition of a group, and the messages
 //! from the source's agent to the engines' agents.
 //!
-//! Values only. The source's GPU worker is rank 0 and sends; rollout agents move no weights; they only send HTTP requests to their engine.
+//! Values only. The source's GPU worker is rank 0 and sends. Rollout agents move no weights; they only send HTTP requests to their engine.
 
 use serde::{Deserialize, Serialize};
 
@@ -17,7 +17,7 @@ pub enum Rendezvous {
     UniqueId,
 }
 
-/// Whether a server can join a group, as its adapter found out by requests, never from its name.
+/// Whether a server can join a group. Its adapter finds this out by requests, never from the server's name.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct GroupFacts {
@@ -25,7 +25,7 @@ pub struct GroupFacts {
     pub rendezvous: Rendezvous,
     /// Ranks that the whole server takes in a group.
     pub size: u32,
-    /// Why it cannot join, with the option or version that would help. Empty when it can.
+    /// The obstacle, with the option or version that removes it. Empty if it can join.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub why_not: String,
 }
@@ -85,12 +85,12 @@ impl EngineGroups {
     }
 }
 
-/// Where a group is joined. Secret: any process that has it can join.
+/// The rendezvous of a group. Secret: any process that has it can join.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "by", rename_all = "camelCase", rename_all_fields = "camelCase")]
 #[allow(missing_docs)]
 pub enum GroupPlace {
-    /// A TCPStore, bound already.
+    /// A bound TCPStore.
     Store {
         /// Address of the source's pod.
         address: String,
@@ -101,9 +101,9 @@ pub enum GroupPlace {
     },
 }
 
-/// Has an agent bring its engine into a group of a committing epoch (`POST /v1/epoch/engine-join`, over mutual TLS, from the agent that
-/// proves the epoch). Groups that the engine was in before are cleared first. The response is [`EngineJoinResponse`] when the engine
-/// confirmed that it joined.
+/// Makes an agent bring its engine into a group of a committing epoch (`POST /v1/epoch/engine-join`, over mutual TLS, from the agent that
+/// proves the epoch). The engine leaves earlier groups first. The response is [`EngineJoinResponse`] once the engine confirmed that it
+/// joined.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 #[allow(missing_docs)]
@@ -114,37 +114,38 @@ pub struct EngineJoinRequest {
     /// First rank of this engine.
     pub offset: u32,
     pub world: u32,
-    /// Answer within this long.
+    /// Deadline for the response, in ms.
     pub deadline_ms: u64,
 }
 
-/// An engine joined, in its own words.
+/// The engine confirmed that it joined.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct EngineJoinResponse {
-    /// Time of clearing what was there before, in ms.
+    /// Time to leave earlier groups, in ms.
     pub cleared_ms: u64,
     /// Time of the engine's call, in ms.
     pub joined_ms: u64,
 }
 
-/// Has an agent speak to its engine about an attempt (`POST /v1/update/receive`). Answered by [`ReceiveResponse`] when the engine answered.
+/// Makes an agent call its engine for an attempt (`POST /v1/update/receive`). The response is [`ReceiveResponse`] once the engine
+/// responded.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ReceiveRequest {
-    /// Which attempt.
+    /// The attempt.
     pub update: UpdateId,
-    /// What of it.
+    /// The call.
     pub what: Receive,
-    /// Answer within this long.
+    /// Deadline for the response, in ms.
     pub deadline_ms: u64,
 }
 
-/// What an engine is to do.
+/// A call to an engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum Receive {
-    /// Pause, and open a session where one is needed. Nothing of its weights is touched.
+    /// Pause, and open a session if the engine needs one. This changes none of its weights.
     Open,
     /// Enter the broadcasts of this bucket of the layout.
     Bucket(u32),
@@ -156,7 +157,7 @@ pub enum Receive {
 pub struct ReceiveResponse {
     /// Time of the engine's calls, in ms.
     pub took_ms: u64,
-    /// Whether the engine may be asked for the next bucket while it loads this one.
+    /// Whether the engine accepts the request for the next bucket while it loads this one.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub ahead: bool,
 }

@@ -1,28 +1,28 @@
-//! Memory of a member that others may read through NIXL, while one epoch lasts; and whether a member has NIXL.
+//! Memory of a member that others may read through NIXL during one epoch; and whether a member has NIXL.
 //!
-//! A member never lets others write into its memory: the next member of a chain reads each piece. The metadata holds keys of the network
-//! card, so it travels only in hellos, whose connections carry the weights too. It ends with the registration.
+//! A member never lets others write into its memory: the next member of a chain reads each piece. The metadata contains keys of the network
+//! card, so it travels only in hellos, whose connections carry the weights too. It becomes invalid with the registration.
 
 use serde::{Deserialize, Serialize};
 
 use super::worker::{FabricMetadata, RemotePlace};
 
-/// Slots of a member's ring, as a member that reads them must know them: back to back in one registered region.
+/// Slots of a member's ring, as its readers see them: back to back in one registered region.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct OfferedSlots {
-    /// NIXL's description of the region. Secret: who has it can read it.
+    /// NIXL's description of the region. Secret: a process that has it can read the region.
     pub metadata: FabricMetadata,
-    /// Where the first slot begins.
+    /// Address of the first slot.
     pub first: RemotePlace,
-    /// How many there are.
+    /// Number of slots.
     pub slots: u32,
     /// Bytes of a slot.
     pub slot_bytes: u64,
 }
 
 impl OfferedSlots {
-    /// Where the first `bytes` bytes of a slot lie: none when they lie beyond it.
+    /// Place of the first `bytes` bytes of a slot; `None` if they do not fit.
     pub fn at(&self, slot: u32, bytes: u64) -> Option<RemotePlace> {
         let offset = u64::from(slot).checked_mul(self.slot_bytes).filter(|_| slot < self.slots && bytes <= self.slot_bytes)?;
         Some(RemotePlace { address: self.first.address.checked_add(offset)?, device: self.first.device })
@@ -44,7 +44,7 @@ pub struct FabricPlan {
     pub slots: u32,
     /// Bytes of a slot.
     pub slot_bytes: u64,
-    /// Members whose slots can lie on their GPUs have them there.
+    /// Whether members whose slots can be on their GPUs have them there.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub on_gpus: bool,
 }
@@ -70,13 +70,13 @@ pub const MOST_FABRIC_NAMES: usize = 16;
 /// Longest path of a library and longest other name that a member lists, in bytes.
 pub const LONGEST_FABRIC_NAME: (usize, usize) = (512, 64);
 
-/// What a member reads the memory of others with, for status.
+/// The means by which a member reads the memory of others, for status.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct MemberFabric {
     /// File of NIXL's C interface.
     pub library: String,
-    /// Version of NIXL; none where the file belongs to no package.
+    /// Version of NIXL; `None` if the file belongs to no package.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub version: Option<String>,
     /// NIXL's backend.
@@ -88,11 +88,11 @@ pub struct MemberFabric {
     pub devices: Vec<GpuDevices>,
 }
 
-/// The network devices of the slots in one place.
+/// The network devices for slots on one GPU, or in host memory.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct GpuDevices {
-    /// UUID of the GPU that the slots lie on; none for host memory.
+    /// UUID of the GPU; `None` for host memory.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gpu: Option<String>,
     /// Names of the devices, e.g. `mlx5_0:1`.
@@ -100,7 +100,7 @@ pub struct GpuDevices {
 }
 
 impl MemberFabric {
-    /// Cut to what a report may carry.
+    /// The same, cut to the limits of a report.
     #[must_use]
     pub fn bounded(mut self) -> Self {
         let (path, name) = LONGEST_FABRIC_NAME;
@@ -137,7 +137,7 @@ fn cut(text: &mut String, most: usize) {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct FabricReport {
-    /// Library, plugin and transports, for status; none: a group cannot use it.
+    /// Library, plugin and transports, for status; `None` if a group cannot use it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub nixl: Option<String>,
     /// Whether the host has an RDMA device.
@@ -146,7 +146,7 @@ pub struct FabricReport {
     /// Whether its slots can lie in memory of its GPUs.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub gpu: bool,
-    /// Why a group cannot use it, as text. Empty when it can.
+    /// Why a group cannot use it, as text. Empty if it can.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub reason: String,
 }

@@ -17,7 +17,7 @@ pub struct EnrollRequest {
     pub namespace: String,
     /// Name of the pod.
     pub pod: String,
-    /// Who asks; must agree with what the token proves.
+    /// Incarnation of the caller; must agree with the pod that the token proves.
     pub incarnation: Incarnation,
     /// PEM of a certificate signing request; its key never leaves the agent's memory.
     pub csr_pem: String,
@@ -35,11 +35,11 @@ pub struct EnrollResponse {
     pub weightsync: String,
     /// Ask for a new certificate after this many ms.
     pub renew_after_ms: u64,
-    /// What the object wants of this agent.
+    /// The object's assignment for this agent.
     pub assignment: Assignment,
 }
 
-/// What an object wants of one agent. An agent starts without any configuration of engines: this is where it comes from.
+/// An object's assignment for one agent. An agent starts without any configuration of engines, and gets it here.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Assignment {
@@ -51,36 +51,36 @@ pub struct Assignment {
     pub engines: Vec<EngineAssignment>,
     /// Whether the pod is ready before its engine got a first version (`readiness.beforeFirstVersion`).
     pub serve_before_first_version: bool,
-    /// The version that every rollout should hold; none before the first. Without it, a pod that starts late would pass for one that may
+    /// The version that every rollout should hold; `None` before the first. Without it, a pod that starts late would count as one that may
     /// serve before the first version.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub current: Option<HeldVersion>,
-    /// Set once at least `minReady` replicas serve the version that the group went back to: from then on no other replica is ready with a
-    /// version that was left.
+    /// Set once at least `minReady` replicas serve the version to which the group went back. From then on, no other replica with an
+    /// abandoned version is ready.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub returned: Option<Returned>,
-    /// The newest version in service, where the object limits how far versions may be apart.
+    /// The newest version in service, if the object limits the difference between versions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub newest: Option<Version>,
-    /// Whether the object is suspended: its pods are released and serve what they have, whatever `current` says.
+    /// Whether the object is suspended: its pods are released and serve their current weights, whatever `current` is.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub suspended: bool,
-    /// The required transport, so that GPU workers start with the settings that groups will need: received only when a group forms, they
-    /// are started twice, which is most of a second after the loss of a source.
+    /// The required transport, so that GPU workers start with the settings of later groups. If they got it only with a group, they would
+    /// start twice; after the loss of a source that costs most of a second.
     #[serde(default)]
     pub transport: TransportPolicy,
-    /// Why no group can take what is published; for a source, and none while one can.
+    /// For a source: why no group can take a publish; `None` while one can.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub hindrance: Option<Hindrance>,
 }
 
-/// Why no group can take what a trainer publishes.
+/// Why no group can take a publish.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Hindrance {
     /// The members that are out, each with its cause, as text.
     pub message: String,
-    /// Whether it stays so until a person changes the object, its pods or their images.
+    /// Whether the obstacle remains until a person changes the object, its pods or their images.
     pub permanent: bool,
 }
 
@@ -94,12 +94,12 @@ pub struct EngineAssignment {
     pub port: u16,
 }
 
-/// Answer to [`Announcement`]: the assignment as it is now. A [`Rejection`] that is not retryable means: no object claims the pod any
-/// more; the agent releases its engine and forgets its group.
+/// Response to [`Announcement`]: the current assignment. A [`Rejection`] that is not retryable means that no object claims the pod any
+/// more: the agent releases its engine and forgets its group.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct AnnounceResponse {
-    /// What the object wants of this agent.
+    /// The object's assignment for this agent.
     pub assignment: Assignment,
 }
 
@@ -120,7 +120,7 @@ pub struct Announcement {
     pub program: String,
     #[serde(default = "Protocols::unsaid")]
     pub speaks: Protocols,
-    /// Whether a coordinator reads its events: then it only requests its assignment, and the reader need not reconnect.
+    /// Whether a coordinator reads its events. If so, the agent only requests its assignment, and the reader need not reconnect.
     #[serde(default)]
     pub attached: bool,
 }
@@ -129,8 +129,8 @@ pub struct Announcement {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Rejection {
-    /// What is wrong, as text.
+    /// The problem, as text.
     pub message: String,
-    /// Whether asking again later may succeed.
+    /// Whether a later request may succeed.
     pub retryable: bool,
 }

@@ -8,14 +8,14 @@ pub type Version = u64;
 
 /// The identity of one group. Group names, hello frames and messages carry it.
 ///
-/// A deleted and remade object has another UID and a later creation time, so the two cannot speak for each other; an old
-/// leader has a smaller `term` and cannot have written `epoch` (compare-and-swap on `status.epoch`).
+/// A recreated object has another UID and a later creation time, so the two cannot be confused. An old leader has a smaller `term` and
+/// cannot have written `epoch` (compare-and-swap on `status.epoch`).
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct EpochId {
     /// UID of the `WeightSync` object.
     pub weightsync: String,
-    /// When that object was created, in ms since 1970: which of two objects is the newer one.
+    /// When that object was created, in ms since 1970: the later one is the newer object.
     pub created: u64,
     /// Transitions of the controller's lease when the epoch was made.
     pub term: u64,
@@ -51,7 +51,7 @@ impl fmt::Display for MemberName {
     }
 }
 
-/// One life of a member's agent: a pod made again under the same name, or an agent that restarted, differs here.
+/// One incarnation of a member's agent. A pod recreated under the same name, or a restarted agent, has another one.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Incarnation {
@@ -61,7 +61,7 @@ pub struct Incarnation {
     pub instance: String,
 }
 
-/// What a member does in its group.
+/// The task of a member in its group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Role {

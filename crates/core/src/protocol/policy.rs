@@ -1,12 +1,12 @@
-//! The rules of updates, as members are sent them with each epoch: agents need no other configuration.
+//! The rules of updates, sent to members with each epoch: agents need no other configuration.
 //!
-//! Values only; `api` and `local` make them of what a user writes.
+//! Values only; `api` and `local` make them from the user's settings.
 
 use serde::{Deserialize, Serialize};
 
 use super::{CanaryPolicy, TransportPolicy, Version};
 
-/// What the object's spec asks of members during updates; sent with each epoch, so that agents need no other configuration.
+/// The object's rules for updates, sent with each epoch.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 #[allow(missing_docs)]
@@ -20,23 +20,23 @@ pub struct UpdatePolicy {
     /// Replicas that may be out of service at once because of an update; 0 for all.
     #[serde(default)]
     pub max_unavailable: u32,
-    /// How far versions in service may be apart, by their numbers; none lets replicas serve that are newer than what counts or wait for their
-    /// turn, and no others.
+    /// Largest difference between versions in service, by their numbers. With `None`, a replica serves if it has the current version, a
+    /// newer one, or waits for its switch.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_skew: Option<Version>,
     /// A wait with no byte moving ends after this long.
     pub silence_ms: u64,
-    /// An update ends after this long even if bytes move; also the longest that an engine stays paused by us.
+    /// Longest time of an update, even if bytes move; also the longest pause of an engine by WeightSync.
     pub update_timeout_ms: u64,
     /// Bytes of host memory that a source may keep to retry and to feed joiners, and a rollout for earlier versions; 0 keeps nothing.
     pub retain_bytes: u64,
     /// Versions that are kept, the current one counted; 1 keeps no earlier one.
     #[serde(default = "one")]
     pub keep: u32,
-    /// Length of a bucket in bytes; 0 lets the source choose by the size of the model.
+    /// Length of a bucket in bytes; with 0 the source chooses by the model's size.
     pub bucket_bytes: u64,
-    /// How tensors of a version are digested where bytes pass through members. A coordinator that does not say means [`Digest::Xxh3`]: what
-    /// its members of earlier releases know.
+    /// Digest of a version's tensors if bytes pass through members. The default is [`Digest::Xxh3`], which members of earlier releases
+    /// know.
     #[serde(default)]
     pub digest: Digest,
     /// Whether the data path uses TLS; without it, members prove themselves by the epoch's secret.
@@ -44,7 +44,7 @@ pub struct UpdatePolicy {
     #[serde(default)]
     pub transport: TransportPolicy,
     pub health: HealthPolicy,
-    /// The prompt that each engine must answer after a switch, before its replica reports the version.
+    /// The canary, which each engine must pass after a switch before its replica reports the version.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub canary: Option<CanaryPolicy>,
 }
@@ -77,20 +77,20 @@ fn one() -> u32 {
     1
 }
 
-/// How tensors are digested where bytes pass through members (the TCP chain, feeding). Between GPUs it is gsum64.
+/// Digest of tensors if bytes pass through members (the TCP chain, feeding). Between GPUs it is gsum64.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Digest {
-    /// blake3: a member that passes on other bytes than it got is found out.
+    /// blake3: detects a member that passes on other bytes than it received.
     Blake3,
-    /// xxh3-128: faster on few cores, and no protection from members.
+    /// xxh3-128: faster on few cores, but no protection from members.
     #[default]
     Xxh3,
 }
 
-/// Who joins the group.
+/// Which processes join the group.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Delivery {
-    /// Agents join, and hand over to their engine.
+    /// Agents join, and pass the weights to their engine.
     #[default]
     Agent,
     /// The engines' own workers join; the source's agent is rank 0.
@@ -109,10 +109,10 @@ pub enum PausePolicy {
     Drain,
     /// Requests are aborted, and the engine answers none until the load ended.
     Abort,
-    /// As `Abort`; but an engine without a pause answers while it loads, from a mixture. Requests that run when the load begins or ends are
+    /// As `Abort`, but an engine without a pause answers from a mixture while it loads. Requests that run when the load begins or ends are
     /// aborted, and the time between is reported.
     AbortAwake,
-    /// The trainer pauses by itself; we do not.
+    /// The trainer pauses the engines; WeightSync does not.
     External,
 }
 
@@ -126,13 +126,13 @@ pub enum KvCachePolicy {
     Reset,
 }
 
-/// When an engine counts as unhealthy and healthy again.
+/// When an engine becomes unhealthy, and healthy again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct HealthPolicy {
     /// Time between two probes.
     pub period_ms: u64,
-    /// Longest that one probe may take.
+    /// Longest time of one probe.
     pub timeout_ms: u64,
     /// Failures in a row that make an engine unhealthy.
     pub failure_threshold: u32,

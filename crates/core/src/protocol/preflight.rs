@@ -1,7 +1,7 @@
-//! What is measured between members before a chain carries weights: the pre-flight.
+//! The measurements between members before a chain carries weights: the preflight.
 //!
-//! The agent that leads asks the sender of each edge (`POST /v1/preflight/edge`). The sender moves bytes over the data path of the epoch, whose
-//! digests the receiver checks as it checks those of an update. Values only; [`crate::plan::arrange`] decides what they mean.
+//! The leading agent sends a request to the sender of each edge (`POST /v1/preflight/edge`). The sender moves bytes over the data path of
+//! the epoch; the receiver checks their digests as in an update. Values only; [`crate::plan::arrange`] evaluates them.
 
 use serde::{Deserialize, Serialize};
 
@@ -30,15 +30,15 @@ impl Preflight {
     }
 }
 
-/// Asks the sender of an edge to measure it. From the agent that leads the epoch only.
+/// Requests that the sender of an edge measures it. Only the agent that leads the epoch sends it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct EdgeRequest {
     /// The committed epoch.
     pub id: EpochId,
-    /// Who receives.
+    /// The receiver.
     pub to: MemberName,
-    /// Answer within this long.
+    /// Deadline for the response, in ms.
     pub deadline_ms: u64,
 }
 
@@ -50,7 +50,7 @@ pub struct ClockAnswer {
     pub now_ms: i64,
 }
 
-/// What a stream over an edge showed.
+/// The result of a stream over an edge.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "outcome", rename_all = "camelCase", rename_all_fields = "camelCase")]
 #[allow(missing_docs)]
@@ -59,11 +59,11 @@ pub enum EdgeOutcome {
     Verified(EdgeFigures),
     /// The bytes did not arrive, or arrived changed.
     Broken { cause: String },
-    /// It could not be asked, which says nothing of the edge: an agent of an earlier release, for instance.
+    /// The measurement was not possible, for instance by an agent of an earlier release. It shows nothing about the edge.
     Unmeasured { cause: String },
 }
 
-/// The figures of an edge that works.
+/// The measurements of a working edge.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct EdgeFigures {
@@ -71,13 +71,13 @@ pub struct EdgeFigures {
     pub bytes: u64,
     /// Its time in ns, from the first byte to the receiver's confirmation.
     pub nanoseconds: u64,
-    /// The shortest round trip of a call to the receiver's agent, in µs; TLS and HTTP are part of it.
+    /// The shortest round trip of a call to the receiver's agent, in µs, including TLS and HTTP.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub round_trip_us: Option<u64>,
     /// MTU of the sender's interface towards the receiver, in bytes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mtu: Option<u32>,
-    /// How far the receiver's clock is ahead of the sender's, in ms. Half a round trip is not known.
+    /// How far the receiver's clock is ahead of the sender's, in ms. The error is up to half a round trip.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub clock_ms: Option<i64>,
 }
@@ -90,39 +90,39 @@ impl EdgeFigures {
     }
 }
 
-/// An edge and what was measured.
+/// An edge and its measurement.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 #[allow(missing_docs)]
 pub struct EdgeReport {
     pub from: MemberName,
     pub to: MemberName,
-    /// Where the two run, by node; by pod where the node is not known. A measurement holds for all pods of the pair.
+    /// The places of the two ends: nodes, or pods if the node is not known. A measurement holds for all pods of the pair.
     pub places: (String, String),
     #[serde(flatten)]
     pub outcome: EdgeOutcome,
 }
 
-/// What the pre-flight of an epoch found; a fact of the agent that leads it.
+/// The preflight result of an epoch; a fact of the agent that leads it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct PreflightReport {
     /// The epoch.
     pub id: EpochId,
-    /// The transport that was measured.
+    /// The measured transport.
     pub transport: String,
-    /// The request that it answers; empty for none.
+    /// The request that caused it; empty without one.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub asked: String,
-    /// Whether all was measured that the order needs.
+    /// Whether all edges that the order needs were measured.
     pub done: bool,
     /// Edges that were measured in this epoch.
     pub measured: u32,
-    /// Time of those measurements together, in ms.
+    /// Total time of those measurements, in ms.
     pub took_ms: u64,
-    /// Edges that the order was decided by, remembered ones included; at most [`MOST_EDGES`], those that are slow or broken first.
+    /// Edges that determined the order, including remembered ones; at most [`MOST_EDGES`], slow and broken ones first.
     pub edges: Vec<EdgeReport>,
-    /// What they mean.
+    /// The resulting order.
     pub arrangement: Arrangement,
 }
 
@@ -130,29 +130,29 @@ pub struct PreflightReport {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Arrangement {
-    /// All rollouts in the order of the chain; those that no place in it helps stand last.
+    /// All rollouts in the order of the chain; those that are slow at every place come last.
     pub order: Vec<MemberName>,
     /// Rollouts that moved to a later place, where their edge is fast.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub moved: Vec<MemberName>,
-    /// Rollouts whose edge is slow or broken wherever they stand, the slowest last.
+    /// Rollouts whose edge is slow or broken at every place, the slowest last.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub poor: Vec<PoorMember>,
-    /// Set where no edge from the source is fast: then the source is at fault, and the order is the planned one.
+    /// Set if no edge from the source is fast: then the source is at fault, and the order is the planned one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub source: Option<PoorMember>,
 }
 
-/// A member that slows or breaks every chain that it is in.
+/// A member that slows or breaks every chain that includes it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct PoorMember {
-    /// Who.
+    /// The member.
     pub member: MemberName,
     /// The sender of the edge.
     pub from: MemberName,
     /// Whether the edge carries no bytes at all.
     pub broken: bool,
-    /// The edge, its figures and those of the others, as text.
+    /// The edge, its rate and the rates of the others, as text.
     pub why: String,
 }

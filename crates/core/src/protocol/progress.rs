@@ -4,9 +4,9 @@ use serde::{Deserialize, Serialize};
 
 use super::{EpochId, MemberName, Version};
 
-/// Bytes of all members' reasons together that a view may carry.
+/// Most bytes of all members' reasons together in a view.
 const REASONS: usize = 64 << 10;
-/// Bytes of the cause of a failed update that a view may carry.
+/// Most bytes of the cause of a failed update in a view.
 const FAILURE: usize = 4 << 10;
 
 /// A source's (or feeder's) view of one update; the last one is kept and shown in status.
@@ -20,18 +20,18 @@ pub struct UpdateView {
     pub attempt: u32,
     pub phase: UpdatePhase,
     pub total_bytes: u64,
-    /// Members that took part, with what became of each.
+    /// Members that took part, with their results.
     pub members: Vec<MemberProgress>,
     /// Wall time of each finished phase in ms: `begin`, `transfer`, `verify`, `activate`.
     pub phases_ms: Vec<(String, u64)>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub failure: Option<String>,
-    /// Whether this fed joiners rather than published.
+    /// Whether this fed joiners instead of publishing.
     pub feeding: bool,
 }
 
 impl UpdateView {
-    /// Shortens what people read so that the view fits a line of an event stream ([`super::LONGEST_EVENT`]).
+    /// Shortens texts so that the view fits a line of an event stream ([`super::LONGEST_EVENT`]).
     pub fn shorten(&mut self) {
         let each = REASONS / self.members.len().max(1);
         let reasons = self.members.iter_mut().filter_map(|member| member.reason.as_mut()).map(|reason| (reason, each));
@@ -44,7 +44,7 @@ impl UpdateView {
         }
     }
 
-    /// What it is called in metrics and traces.
+    /// The kind of update in metrics and traces.
     pub fn kind(&self) -> &'static str {
         if self.feeding { "feed" } else { "publish" }
     }
@@ -53,13 +53,13 @@ impl UpdateView {
 /// Steps of an update, in order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub enum UpdatePhase {
-    /// Members are asked to open it.
+    /// Members receive the request to open it.
     Begin,
     /// Buckets travel.
     Transfer,
     /// Digests and coverage are checked.
     Verify,
-    /// Verified everywhere; waits for the trainer's word (`activation: manual`).
+    /// Verified everywhere; waits for the trainer (`activation: manual`).
     Staged,
     /// Engines switch.
     Activate,
@@ -70,7 +70,7 @@ pub enum UpdatePhase {
 }
 
 impl UpdatePhase {
-    /// Whether nothing follows.
+    /// Whether it is the last phase.
     pub fn is_over(self) -> bool {
         matches!(self, Self::Done | Self::Failed)
     }
@@ -89,19 +89,19 @@ pub struct MemberProgress {
     pub reason: Option<String>,
 }
 
-/// How the bytes of a version came to a member, as that member measured it.
+/// The transfer of a version's bytes to a member, as that member measured it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Received {
     /// The version.
     pub version: Version,
-    /// The member that sent them: the one before in the chain, the one whose memory was read, or over NCCL the leader.
+    /// The member that sent them: the previous one in the chain, the one whose memory was read, or, over NCCL, the leader.
     pub from: MemberName,
     /// How they travelled. Joiners get theirs over TCP, whatever the group uses.
     pub by: TransportKind,
-    /// How many.
+    /// Number of bytes.
     pub bytes: u64,
-    /// From the first byte to the last, in microseconds. Waits for the sender count.
+    /// From the first byte to the last, in µs, including waits for the sender.
     pub microseconds: u64,
 }
 
@@ -119,14 +119,14 @@ impl Received {
 pub enum TransportKind {
     /// Over connections.
     Tcp,
-    /// By broadcasts between GPUs, or out of the leader's GPU memory.
+    /// By broadcasts between GPUs, or from the leader's GPU memory.
     Nccl,
-    /// By reads from the memory of the member before.
+    /// By reads from the previous member's memory.
     Gdr,
 }
 
 impl TransportKind {
-    /// As status and metrics name it.
+    /// Its name in status and metrics.
     pub const fn as_str(self) -> &'static str {
         match self {
             Self::Tcp => "tcp",
@@ -139,7 +139,7 @@ impl TransportKind {
 /// Steps of a rollout in an update, in order; `Failed` may follow any.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub enum InstallStep {
-    /// Said no before a byte moved.
+    /// Refused before a byte moved.
     Refused,
     /// Receives buckets.
     Receiving,
@@ -149,12 +149,12 @@ pub enum InstallStep {
     Installing,
     /// The engine confirmed its last step.
     Installed,
-    /// Failed; `dirty` in the member's state says whether the engine was touched.
+    /// Failed; `dirty` in the member's state shows whether the engine was changed.
     Failed,
 }
 
 impl InstallStep {
-    /// Whether nothing follows.
+    /// Whether it is the last step.
     pub fn is_final(self) -> bool {
         matches!(self, Self::Refused | Self::Installed | Self::Failed)
     }

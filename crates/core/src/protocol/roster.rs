@@ -1,4 +1,4 @@
-//! The ordered list of members that a group is made of, with ranks. Filled by `plan`; only carried here.
+//! The ordered list of a group's members with their ranks. `plan` fills it; this file only carries it.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -14,22 +14,22 @@ pub struct PodRef {
     pub name: String,
     /// UID; a successor under the same name has another one.
     pub uid: String,
-    /// Node it runs on, where known: neighbours on one node stand together in the chain.
+    /// Its node, if known: members on one node are adjacent in the chain.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub node: Option<String>,
-    /// Its addresses, where known: no other is dialled or let in for it.
+    /// Its addresses, if known: no other address is dialled or admitted for it.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub ips: Vec<IpAddr>,
 }
 
 impl PodRef {
-    /// Whether that address is one of its own; none when its addresses are not known.
+    /// Whether that address is one of its own; `None` if its addresses are not known.
     pub fn has(&self, address: IpAddr) -> Option<bool> {
         let address = address.to_canonical();
         (!self.ips.is_empty()).then(|| self.ips.iter().any(|ip| ip.to_canonical() == address))
     }
 
-    /// The same for `IP:PORT`. A text that is no such address is none of its own.
+    /// The same for `IP:PORT`; false for a text without an address.
     pub fn has_listener(&self, address: &str) -> Option<bool> {
         let ip = address.parse::<SocketAddr>().ok().map(|address| address.ip());
         ip.map_or_else(|| (!self.ips.is_empty()).then_some(false), |ip| self.has(ip))
@@ -61,7 +61,7 @@ pub struct Roster {
     pub members: Vec<RosterMember>,
     /// Sum of all sizes.
     pub world_size: u32,
-    /// Order in which bytes travel over TCP: rollouts in rank order, neighbours on one node together.
+    /// Order in which bytes travel over TCP: rollouts in rank order, members on one node together.
     pub chain: Vec<MemberName>,
 }
 
@@ -71,7 +71,7 @@ impl Roster {
         self.members.iter().find(|member| &member.name == name)
     }
 
-    /// blake3 (hex) of everything that members must agree on: names, pods, ports, ranks and the order of the chain.
+    /// blake3 (hex) of everything on which members must agree: names, pods, ports, ranks and the order of the chain.
     pub fn digest(&self) -> String {
         let mut hasher = blake3::Hasher::new();
         let mut text = |text: &str| {

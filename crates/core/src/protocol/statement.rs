@@ -1,19 +1,19 @@
-//! What a source signs when it announces a version, and what every holder of the version presents for it.
+//! The statement that a source signs when it announces a version, and that every holder of the version presents.
 //!
-//! Words only: `net` signs and checks, `membership` decides what follows from a statement that was checked.
+//! Data only: `net` signs and checks, `membership` decides the consequences of a checked statement.
 
 use serde::{Deserialize, Serialize};
 
 use super::{HeldVersion, Version};
 
-/// Statements that one member presents at most.
+/// Most statements that one member presents.
 pub const STATEMENTS: usize = 64;
 
-/// First words of what is signed: no signature that a certificate's key makes for another purpose begins so.
+/// First bytes of the signed text: signatures for other purposes with a certificate's key never begin like this.
 const PURPOSE: &str = "weightsync.dev statement 1";
 
-/// A source's word that a version exists. It proves that for as long as the authority is the same, also after the source is gone and its
-/// certificate ended.
+/// A source's claim that a version exists. It proves that while the authority is the same, even after the source is gone and its
+/// certificate expired.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Statement {
@@ -45,7 +45,7 @@ impl Statement {
     }
 }
 
-/// A version that a source announced, by a statement that was checked.
+/// A version that a source announced, by a checked statement.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Announced {
     /// Its number.

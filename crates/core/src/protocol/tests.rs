@@ -1,4 +1,4 @@
-//! Tests of the room: each file about one part of it.
+//! Tests of the messages: one file for each topic.
 
 mod compatibility;
 mod fuzz;

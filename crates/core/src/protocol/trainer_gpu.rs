@@ -1,25 +1,24 @@
 //! Messages about GPU memory between a trainer and its agent: parts of [`super::ClientRequest`] and [`super::ClientReply`].
 //!
-//! The memory is the agent's worker's: one block, made by the worker, opened by the trainer through a CUDA IPC handle, and used again for
-//! every version. A trainer's own allocations are never shared, so it does not matter how its allocator makes them
-//! (`expandable_segments`, a pluggable allocator). Before a tensor is written, both sides prove that they mean the same memory: the trainer
-//! writes the agent's random bytes at the end of the block, and the worker reads them there.
+//! The memory belongs to the agent's worker: one block, made by the worker, opened by the trainer through a CUDA IPC handle, and reused for
+//! every version. A trainer's own allocations are never shared, so its allocator does not matter (`expandable_segments`, a pluggable
+//! allocator). Before a tensor is written, both sides prove that they use the same memory: the trainer writes the agent's random bytes at
+//! the end of the block, and the worker reads them there.
 //!
-//! Order: `publish` with [`GpuOffer`] -> `ring` with [`GpuRing`] -> `opened` or `unopened` -> `ready`, or a second `ring` in host memory with
-//! the reason. A ring that was opened on this connection before is announced as `proven`, and nothing is to be answered.
+//! Order: `publish` with [`GpuOffer`] -> `ring` with [`GpuRing`] -> `opened` or `unopened` -> `ready`, or a second `ring` in host memory
+//! with the reason. A ring that was opened on this connection before is announced as `proven`, and needs no reply.
 
 use serde::{Deserialize, Serialize};
 
-/// What a trainer has, so that its agent can offer memory on the same GPU.
+/// The trainer's GPUs, so that its agent can offer memory on one of them.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct GpuOffer {
-    /// GPUs on which its tensors lie, most bytes first, as the driver names them (`GPU-` or, for a slice, `MIG-`, and a UUID).
+    /// GPUs of its tensors, most bytes first, with the driver's names (`GPU-` or, for a slice, `MIG-`, and a UUID).
     pub gpus: Vec<String>,
     /// Version of torch, for logs.
     pub torch: String,
-    /// Whether torch's allocator uses expandable segments. No obstacle here; logged, because it is one for every export of torch's own
-    /// memory.
+    /// Whether torch's allocator uses expandable segments. Logged only: it prevents exports of torch's own memory, but not this.
     pub expandable_segments: bool,
     /// Inode of the trainer's PID namespace, where it can be read. Legacy CUDA IPC does not cross PID namespaces.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -30,7 +29,7 @@ pub struct GpuOffer {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct GpuRing {
-    /// Its number: another block has another one, for as long as the agent lives.
+    /// Number of the block; another block of the same agent has another number.
     pub ring: u64,
     /// The GPU that it lies on.
     pub gpu: String,

@@ -1,4 +1,4 @@
-//! How bytes travel in a group: what the object asks for, what members have, and what was chosen.
+//! How bytes travel in a group: the object's request, the members' means, and the choice.
 
 use std::collections::BTreeMap;
 
@@ -6,26 +6,26 @@ use serde::{Deserialize, Serialize};
 
 use super::{EngineGroups, FabricPlan, MemberName, Preflight};
 
-/// What the object asks for.
+/// The requested transport.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum TransportWish {
-    /// The best that all members have.
+    /// The best that all members support.
     #[default]
     Auto,
     /// A chain of connections.
     Tcp,
     /// Broadcasts between GPUs; a member that cannot take part is left out.
     Nccl,
-    /// Each member reads from the memory of the one before it (NIXL); a member that cannot take part is left out.
+    /// Each member reads from the previous member's memory (NIXL); a member that cannot take part is left out.
     Gdr,
 }
 
-/// How bytes are to travel, as the object says it. What is 0 is chosen.
+/// The object's transport settings. A value of 0 means "choose".
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct TransportPolicy {
-    /// Which transport.
+    /// The requested transport.
     pub wish: TransportWish,
     /// NCCL: bytes of one slot of the ring on each GPU. GDR: bytes of one registered slot.
     #[serde(default)]
@@ -33,13 +33,13 @@ pub struct TransportPolicy {
     /// NCCL: slots of the ring on each GPU. GDR: registered slots.
     #[serde(default)]
     pub slots: u32,
-    /// GDR: whether reads may go over TCP where there is no RDMA device. NCCL: whether broadcasts may pass TCP sockets where there is one.
+    /// GDR: whether reads may use TCP on hosts without an RDMA device. NCCL: whether broadcasts may use TCP sockets although there is one.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub allow_tcp: bool,
     /// NCCL: its settings, `NCCL_*` of the allow-list.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub environment: BTreeMap<String, String>,
-    /// NCCL: settings that hold where neither the object nor the agent's own environment has them.
+    /// NCCL: settings that apply if neither the object nor the agent's environment sets them.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub defaults: BTreeMap<String, String>,
     /// Whether edges are measured before they carry weights.
@@ -51,9 +51,10 @@ pub struct TransportPolicy {
 }
 
 impl TransportPolicy {
-    /// The same for engines of these kinds that join groups by themselves. Ranks of one communicator must allocate their buffers in the same way,
-    /// or it is not made (`unhandled cuda error`, `invalid argument`: NCCL 2.28.9 on H200). SGLang (0.5.23) starts its workers with
-    /// `NCCL_CUMEM_ENABLE=0`, the others leave NCCL's own choice, which is -2.
+    /// The same settings for engines of these kinds that join groups by themselves. Ranks of one communicator must allocate their buffers
+    /// in the same way; otherwise NCCL does not create it (`unhandled cuda error`, `invalid argument`: NCCL 2.28.9 on H200). SGLang
+    /// (0.5.23) starts its workers with
+    /// `NCCL_CUMEM_ENABLE=0`; the others leave NCCL's default, which is -2.
     #[must_use]
     pub fn with_engines<'a>(mut self, kinds: impl IntoIterator<Item = &'a str>) -> Self {
         let mut kinds = kinds.into_iter().peekable();
@@ -63,7 +64,7 @@ impl TransportPolicy {
     }
 }
 
-/// A GPU that a member's agent has a worker on.
+/// A GPU on which a member's agent has a worker.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct MemberGpu {
@@ -71,27 +72,26 @@ pub struct MemberGpu {
     pub uuid: String,
     /// Name of the model.
     pub name: String,
-    /// Bytes free, in addition to what the worker holds already.
+    /// Free bytes, in addition to those that the worker already holds.
     pub free_bytes: u64,
     /// Bytes in all.
     pub memory_bytes: u64,
 }
 
-/// The GPUs of a member, or why there is none that a group could use.
+/// The GPUs of a member, or why a group can use none.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct GpuReport {
-    /// One a worker, in the order of the member's ranks.
+    /// One for each worker, in the order of the member's ranks.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub gpus: Vec<MemberGpu>,
-    /// `ncclGetVersion` of the library that the workers loaded (22809 is 2.28.9); none when there is none that can be used.
+    /// `ncclGetVersion` of the library that the workers loaded (22809 is 2.28.9); `None` without a usable library.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub nccl: Option<u32>,
-    /// Why there is no GPU or no NCCL, as text. Empty when there are both.
+    /// Why there is no GPU or no NCCL, as text. Empty if there are both.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub reason: String,
-    /// Why GPU memory cannot be shared with the engine (CUDA IPC), so that weights pass through the host there. Empty when nothing speaks
-    /// against it.
+    /// Why GPU memory cannot be shared with the engine (CUDA IPC), so that weights pass through the host. Empty if it can.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub unshared: String,
 }
@@ -100,20 +100,20 @@ pub struct GpuReport {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct TransportChoice {
-    /// The communicator; none: over TCP or by reads.
+    /// The communicator; `None` over TCP or by reads.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub nccl: Option<CommunicatorPlan>,
-    /// The slots that members read from each other; none: over TCP or NCCL.
+    /// The slots that members read from each other; `None` over TCP or NCCL.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gdr: Option<FabricPlan>,
-    /// The groups that engines join by themselves; none: agents move the bytes.
+    /// The groups that engines join by themselves; `None` if agents move the bytes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub engines: Option<EngineGroups>,
-    /// Why this and not another, for status.
+    /// Why it was chosen, for status.
     pub reason: String,
 }
 
-/// A communicator of an epoch: every member has a rank for each of its GPUs, but for guests.
+/// A communicator of an epoch: every member except guests has a rank for each of its GPUs.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct CommunicatorPlan {
@@ -123,7 +123,8 @@ pub struct CommunicatorPlan {
     pub slot_bytes: u64,
     /// Members in the order of their ranks, sources first, with the UUIDs of their GPUs.
     pub ranks: Vec<(MemberName, Vec<String>)>,
-    /// Members without a rank, because their GPU is the source's: they copy from its ring (CUDA IPC), or get the stream over connections.
+    /// Members without a rank, because their GPU is the source's. They copy from its ring (CUDA IPC), or receive the stream over
+    /// connections.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub guests: Vec<MemberName>,
 }
@@ -152,7 +153,7 @@ impl TransportChoice {
         Self { nccl: None, gdr: None, engines: None, reason: reason.into() }
     }
 
-    /// With what came of it, for status.
+    /// The same with a remark, for status.
     #[must_use]
     pub fn noted(mut self, note: Option<&str>) -> Self {
         if let Some(note) = note {
@@ -177,8 +178,8 @@ impl Default for TransportChoice {
     }
 }
 
-/// Asks a member to join the communicator of a committed or committing epoch (`POST /v1/epoch/join`, over mutual TLS, from the agent that
-/// proves the epoch). It answers [`JoinResponse`] when the communicator moved one element on all ranks.
+/// Requests that a member joins the communicator of a committed or committing epoch (`POST /v1/epoch/join`, over mutual TLS, from the agent
+/// that proves the epoch). The response is [`JoinResponse`] once the communicator moved one element on all ranks.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct JoinRequest {
@@ -186,7 +187,7 @@ pub struct JoinRequest {
     pub id: super::EpochId,
     /// The communicator's id. Secret: any process that has it can join.
     pub nccl: super::worker::NcclId,
-    /// Answer within this long.
+    /// Deadline for the response, in ms.
     pub deadline_ms: u64,
 }
 

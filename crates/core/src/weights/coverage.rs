@@ -1,13 +1,13 @@
-//! The gate that says whether every byte of a stream was written, each once.
+//! The gate that decides whether every byte of a stream was written exactly once.
 //!
-//! Decides completeness from the reported ranges; parts may come in any order. It never reads bytes, and a range that was refused changes
-//! nothing, so that the caller may report it and continue.
+//! Decides completeness from the reported ranges; parts may come in any order. It never reads bytes. A refused range changes nothing, so
+//! the caller may report it and continue.
 
 use std::collections::BTreeMap;
 
 use super::{Layout, shown};
 
-/// Which bytes of a stream were written so far, as disjoint ranges (start to end) with a gap between any two.
+/// Written bytes of a stream, as disjoint ranges (start to end) with a gap between any two.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Coverage {
     total: u64,
@@ -28,12 +28,12 @@ pub enum CoverageError {
 }
 
 impl Coverage {
-    /// Nothing of a stream of `total` bytes was written yet.
+    /// An empty coverage of a stream of `total` bytes.
     pub fn new(total: u64) -> Self {
         Self { total, written: 0, ranges: BTreeMap::new() }
     }
 
-    /// Notes that `bytes` bytes from `offset` on were written.
+    /// Records that `bytes` bytes from `offset` on were written.
     pub fn record(&mut self, offset: u64, bytes: u64) -> Result<(), CoverageError> {
         let end = offset.saturating_add(bytes);
         if end > self.total {
@@ -72,7 +72,7 @@ impl Coverage {
         (start < end).then_some((start, end))
     }
 
-    /// `Ok` when every byte was written; otherwise names the first tensor that lacks some.
+    /// `Ok` if every byte was written; otherwise an error with the first incomplete tensor.
     pub fn check(&self, layout: &Layout) -> Result<(), CoverageError> {
         let Some((gap, _)) = self.first_gap() else { return Ok(()) };
         // A gap between two tensors is reported with the tensor after it.

@@ -1,8 +1,8 @@
-//! Digests: of buckets on a wire that passes a CPU, and of every tensor by the algorithm that the manifest names.
+//! Digests: of buckets on a wire that passes a CPU, and of every tensor by the manifest's algorithm.
 //!
-//! Decides how bytes, or shares that a GPU computed of them, become a digest: in one piece, while they arrive, or block by block on several
-//! cores. Digests of buckets, xxh3-128 and gsum64 find corruption, misplacement and loss, not an attacker: other bytes with the same one can be
-//! made. blake3 withstands a member that passes on other bytes than it got. It never keeps bytes.
+//! Decides how bytes, or shares that a GPU computed from them, become a digest: in one piece, as they arrive, or block by block on several
+//! cores. Digests of buckets, xxh3-128 and gsum64 detect corruption, misplacement and loss, but no attacker: other bytes with the same
+//! digest can be made. blake3 also detects a member that passes on other bytes than it received. It never keeps bytes.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use super::gsum::Gsum64;
 use super::tree::first_half;
 use super::{DigestAlgorithm, Layout, shown};
 
-/// Length in bytes of the blocks of which a bucket's digest is made; the last one of a bucket may be shorter.
+/// Length in bytes of the blocks of a bucket's digest; the last block of a bucket may be shorter.
 pub const BLOCK_BYTES: usize = 1 << 20;
 
 /// The xxh3-128 (seed 0) of a tensor.
@@ -21,25 +21,25 @@ pub fn tensor_digest(bytes: &[u8]) -> u128 {
 }
 
 /// The digest of a bucket. Up to [`BLOCK_BYTES`]: the xxh3-128 (seed 0) of its bytes. Longer: the xxh3-128 of the digests of its blocks, in
-/// order, 16 little-endian bytes each, so that blocks can be hashed at once by several cores.
+/// order, 16 little-endian bytes each. So several cores can hash blocks at once.
 pub fn bucket_digest(bytes: &[u8]) -> u128 {
     let mut hasher = BucketHasher::new();
     hasher.update(bytes);
     hasher.take()
 }
 
-/// 32 lower-case hex digits, most significant first: what `xxhash.xxh3_128_hexdigest` of Python gives.
+/// 32 lower-case hex digits, most significant first, as from Python's `xxhash.xxh3_128_hexdigest`.
 pub fn digest_hex(digest: u128) -> String {
     format!("{digest:032x}")
 }
 
-/// Reads what [`digest_hex`] wrote; none for anything else.
+/// Reads the output of [`digest_hex`]; `None` for anything else.
 pub fn parse_digest_hex(hex: &str) -> Option<u128> {
     let canonical = hex.len() == 32 && hex.bytes().all(|digit| matches!(digit, b'0'..=b'9' | b'a'..=b'f'));
     canonical.then(|| u128::from_str_radix(hex, 16).ok())?
 }
 
-/// The xxh3-128 of bytes that come in parts.
+/// The xxh3-128 of bytes in parts.
 #[derive(Clone)]
 pub struct BlockHasher(XxHash3_128);
 
@@ -50,7 +50,7 @@ impl Default for BlockHasher {
 }
 
 impl BlockHasher {
-    /// Nothing hashed yet.
+    /// A hasher without bytes.
     pub fn new() -> Self {
         Self(XxHash3_128::new())
     }
@@ -60,24 +60,24 @@ impl BlockHasher {
         self.0.write(part);
     }
 
-    /// The digest of all parts since the start; the hasher is ready for the next block or tensor.
+    /// The digest of all parts since the start. Resets the hasher for the next block or tensor.
     pub fn take(&mut self) -> u128 {
         std::mem::replace(&mut self.0, XxHash3_128::new()).finish_128()
     }
 }
 
-/// The [`bucket_digest`] of bytes that come in parts.
+/// The [`bucket_digest`] of bytes in parts.
 #[derive(Clone, Default)]
 pub struct BucketHasher {
     block: BlockHasher,
-    /// Bytes of the present block that were hashed.
+    /// Hashed bytes of the present block.
     hashed: usize,
-    /// Digests of the blocks that ended.
+    /// Digests of complete blocks.
     blocks: Vec<u128>,
 }
 
 impl BucketHasher {
-    /// Nothing hashed yet.
+    /// A hasher without bytes.
     pub fn new() -> Self {
         Self::default()
     }
@@ -95,12 +95,12 @@ impl BucketHasher {
         }
     }
 
-    /// Takes the next block as the digest that was made of it elsewhere.
+    /// Takes the next block by a digest that was computed elsewhere.
     pub fn block(&mut self, digest: u128) {
         self.blocks.push(digest);
     }
 
-    /// The digest of all parts since the start; the hasher is ready for the next bucket.
+    /// The digest of all parts since the start. Resets the hasher for the next bucket.
     pub fn take(&mut self) -> u128 {
         if self.hashed > 0 || self.blocks.is_empty() {
             self.end_block();
@@ -120,10 +120,10 @@ impl BucketHasher {
     }
 }
 
-/// A share of one tensor's gsum64 that a GPU is to compute of a part of the stream.
+/// A share of one tensor's gsum64 that a GPU must compute from a part of the stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DigestPart {
-    /// First byte, counted from the start of the part of the stream.
+    /// First byte, from the start of the part of the stream.
     pub offset: u64,
     /// Length in bytes.
     pub bytes: u64,
@@ -132,20 +132,20 @@ pub struct DigestPart {
 }
 
 impl Layout {
-    /// What is to be digested of `bytes` bytes of the stream from `offset` on, so that [`TensorHasher::add`] can take the shares. Parts
-    /// of the stream start at multiples of 8 bytes from the start of every tensor when they are cut at [`ALIGNMENT`](super::ALIGNMENT).
+    /// The shares to compute for `bytes` bytes of the stream from `offset` on; [`TensorHasher::add`] takes the results. Parts of the stream
+    /// that are cut at [`ALIGNMENT`](super::ALIGNMENT) start at multiples of 8 bytes of every tensor.
     pub fn digest_parts(&self, offset: u64, bytes: u64) -> Vec<DigestPart> {
         let parts = self.parts(offset, bytes);
         parts.map(|part| DigestPart { offset: part.in_range, bytes: part.bytes, first_word: part.in_tensor / 8 }).collect()
     }
 }
 
-/// The digest of one thing that comes in parts, by the algorithm of a manifest.
+/// The digest of one item in parts, by a manifest's algorithm.
 #[derive(Clone)]
 pub struct PartHasher(Running);
 
 impl PartHasher {
-    /// Nothing hashed yet.
+    /// A hasher without bytes.
     pub fn new(algorithm: DigestAlgorithm) -> Self {
         Self(Running::new(algorithm))
     }
@@ -155,13 +155,13 @@ impl PartHasher {
         self.0.update(part);
     }
 
-    /// The digest of all parts; ready for the next thing.
+    /// The digest of all parts. Resets the hasher for the next item.
     pub fn take(&mut self) -> u128 {
         self.0.take()
     }
 }
 
-/// A digest that is being computed, by any of the algorithms.
+/// A digest in progress, by any of the algorithms.
 #[derive(Clone)]
 enum Running {
     Blake3(Box<blake3::Hasher>),
@@ -199,12 +199,12 @@ impl Running {
     }
 }
 
-/// Per-tensor digests of a stream that is fed in order, in parts of any length. Gaps between tensors do not count.
+/// Digests of the tensors of a stream that arrives in order, in parts of any length. Gaps between tensors do not count.
 pub struct TensorHasher {
     layout: Arc<Layout>,
     position: u64,
     hasher: Running,
-    /// Digests of the tensors that ended; the next one is the tensor being fed.
+    /// Digests of complete tensors; the next tensor is the present one.
     done: Vec<u128>,
 }
 
@@ -223,17 +223,17 @@ pub enum TensorHasherError {
 }
 
 impl TensorHasher {
-    /// Nothing fed yet.
+    /// A hasher without bytes.
     pub fn new(layout: Arc<Layout>, algorithm: DigestAlgorithm) -> Self {
         Self { layout, position: 0, hasher: Running::new(algorithm), done: Vec::new() }
     }
 
-    /// The digests of the tensors that ended, in layout order.
+    /// The digests of the complete tensors, in layout order.
     pub fn ended(&self) -> &[u128] {
         &self.done
     }
 
-    /// Bytes fed so far.
+    /// Bytes taken so far.
     pub fn position(&self) -> u64 {
         self.position
     }
@@ -264,7 +264,7 @@ impl TensorHasher {
         Ok(())
     }
 
-    /// Takes the next `bytes` bytes of the stream by the shares that a GPU computed of [`Layout::digest_parts`]. Only for gsum64.
+    /// Takes the next `bytes` bytes of the stream by the shares of [`Layout::digest_parts`] that a GPU computed. Only for gsum64.
     pub fn add(&mut self, bytes: u64, shares: &[u64]) -> Result<(), TensorHasherError> {
         let left = self.layout.total_bytes.saturating_sub(self.position);
         if bytes > left {
@@ -273,7 +273,7 @@ impl TensorHasher {
         let (layout, offset) = (self.layout.clone(), self.position);
         let mut shares = shares.iter();
         for part in layout.parts(offset, bytes) {
-            // Ends tensors without bytes, and gaps.
+            // Completes tensors without bytes, and gaps.
             self.position = part.entry.offset.saturating_add(part.in_tensor);
             self.end_before(part.index);
             let Running::Gsum(sum) = &mut self.hasher else {
@@ -295,7 +295,7 @@ impl TensorHasher {
         Ok(())
     }
 
-    /// Tensors before that one are complete.
+    /// Completes the tensors before that one.
     fn end_before(&mut self, index: usize) {
         while self.done.len() < index {
             let digest = self.hasher.take();
@@ -303,7 +303,7 @@ impl TensorHasher {
         }
     }
 
-    /// The digest of every tensor in layout order, once the whole stream was fed.
+    /// The digest of every tensor in layout order, after the whole stream.
     pub fn finish(mut self) -> Result<Vec<u128>, TensorHasherError> {
         // Empty tensors at the end of the stream, and a stream without bytes.
         self.update(&[])?;
@@ -324,7 +324,7 @@ fn split(part: &[u8], wanted: u64) -> (&[u8], &[u8]) {
     part.split_at_checked(length).unwrap_or((part, &[]))
 }
 
-/// Drops up to `wanted` bytes from the front of `part`; returns how many.
+/// Drops up to `wanted` bytes from the front of `part`. Returns their number.
 fn skip(part: &mut &[u8], wanted: u64) -> u64 {
     let (dropped, rest) = split(part, wanted);
     *part = rest;

@@ -1,6 +1,6 @@
-//! Element types of tensors, under the names that the safetensors format gives them.
+//! Element types of tensors, with their safetensors names.
 //!
-//! Decides how many bits one element takes. It never converts values.
+//! Decides the number of bits of one element. It never converts values.
 
 use serde::{Deserialize, Serialize};
 
@@ -99,7 +99,7 @@ impl Dtype {
         }
     }
 
-    /// The type of that name, if the format has one.
+    /// The type with that name, if the format has one.
     pub fn from_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|dtype| dtype.name() == name)
     }
@@ -117,6 +117,6 @@ impl Dtype {
 pub enum SizeError {
     /// The size does not fit 64 bits.
     TooLarge,
-    /// So many bits, which do not fill whole bytes.
+    /// The number of bits, which is no multiple of 8.
     PartialByte(u64),
 }

@@ -1,8 +1,8 @@
-//! gsum64 on a CPU: the twin of the digest that GPUs compute.
+//! gsum64 on a CPU: the same digest that GPUs compute.
 //!
 //! The sum over 8-byte little-endian words d(i) of `lo32(x) * hi32(x) + x`, where `x = d(i) xor (i + 1) * 0x9E3779B97F4A7C15`, all modulo
-//! 2^64; a tail shorter than a word counts as if zeros followed. Every word counts by its place, so a swap shows, and parts add up in any
-//! order, so thousands of threads can share the work. It finds corruption, misplacement and loss, not an attacker.
+//! 2^64; a tail shorter than a word is padded with zeros. The place of every word counts, so a swap shows. Parts add up in any order, so
+//! thousands of threads can share the work. It detects corruption, misplacement and loss, but no attacker.
 
 /// 2^64 divided by the golden ratio: spreads places over all bits.
 const SPREAD: u64 = 0x9E37_79B9_7F4A_7C15;
@@ -12,8 +12,8 @@ pub fn gsum64(bytes: &[u8]) -> u64 {
     gsum64_from(0, bytes)
 }
 
-/// The share of a part whose first word has the index `first_word` in the whole; shares of all parts add up (wrapping) to the gsum64 of
-/// the whole. Only the last part may end inside a word.
+/// The share of a part whose first word has the index `first_word` in the whole. The wrapping sum of all shares is the gsum64 of the whole.
+/// Only the last part may end inside a word.
 pub fn gsum64_from(first_word: u64, part: &[u8]) -> u64 {
     let (words, tail) = part.as_chunks::<8>();
     let mut place = first_word.wrapping_add(1).wrapping_mul(SPREAD);
@@ -35,19 +35,19 @@ fn mixed(word: u64, place: u64) -> u64 {
     (x & 0xFFFF_FFFF).wrapping_mul(x >> 32).wrapping_add(x)
 }
 
-/// The gsum64 of bytes that come in parts of any length.
+/// The gsum64 of bytes in parts of any length.
 #[derive(Debug, Clone, Default)]
 pub struct Gsum64 {
     sum: u64,
     words: u64,
-    /// Bytes of the word that has begun.
+    /// Bytes of the incomplete word.
     begun: [u8; 8],
-    /// How many of them there are, less than 8.
+    /// Their number, less than 8.
     length: usize,
 }
 
 impl Gsum64 {
-    /// Nothing summed yet.
+    /// A sum without bytes.
     pub fn new() -> Self {
         Self::default()
     }
@@ -73,8 +73,8 @@ impl Gsum64 {
         self.length = tail.len();
     }
 
-    /// Takes a part of `bytes` bytes whose share was computed elsewhere, with [`words`](Self::words) as its first word. False, and
-    /// nothing is taken, when the part before it ended inside a word.
+    /// Takes a part of `bytes` bytes whose share was computed elsewhere, with [`words`](Self::words) as its first word. Returns false and
+    /// takes nothing if the previous part ended inside a word.
     #[must_use]
     pub fn add(&mut self, bytes: u64, share: u64) -> bool {
         if self.length > 0 {
@@ -85,12 +85,12 @@ impl Gsum64 {
         true
     }
 
-    /// Whole words taken since the start.
+    /// Complete words since the start.
     pub fn words(&self) -> u64 {
         self.words
     }
 
-    /// The gsum64 of all parts since the start; ready for the next thing.
+    /// The gsum64 of all parts since the start. Resets the sum for the next item.
     pub fn take(&mut self) -> u64 {
         let Self { sum, words, begun, length } = std::mem::take(self);
         sum.wrapping_add(gsum64_from(words, begun.get(..length).unwrap_or_default()))

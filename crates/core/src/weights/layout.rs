@@ -1,9 +1,9 @@
-//! How the tensors of a version lie in one run of bytes, and where that run is cut into buckets.
+//! How the tensors of a version are placed in one run of bytes, and where that run is cut into buckets.
 //!
-//! The run ("stream") is the tensors in the order given, each at the next multiple of [`ALIGNMENT`]; the gaps are zero. A bucket is a
-//! contiguous part of the stream. Cut evenly, one tensor may span several buckets and a bucket may hold many tensors; cut between tensors,
-//! every bucket holds whole tensors, which is what engines take from GPU memory ([`Cuts`]). Decides offsets and cuts only; it never reads a
-//! value and never allocates by an untrusted number.
+//! The run ("stream") has the tensors in the given order, each at the next multiple of [`ALIGNMENT`]; the gaps are zero. A bucket is a
+//! contiguous part of the stream. If it is cut evenly, one tensor may span several buckets, and a bucket may hold many tensors. If it is
+//! cut between tensors, every bucket holds whole tensors, as engines require in GPU memory ([`Cuts`]). Decides offsets and cuts only; it
+//! never reads a value and never allocates by an untrusted number.
 
 mod cuts;
 
@@ -17,37 +17,37 @@ use super::{Dtype, Section, shown};
 /// Every tensor starts at a multiple of this many bytes, so that any element type can be read in place.
 pub const ALIGNMENT: u64 = 64;
 
-/// Longest stream: offsets must fit a file offset (`off_t`) and a `usize` of a 64-bit machine with room to add.
+/// Longest stream: offsets must fit a file offset (`off_t`) and a `usize` of a 64-bit machine, with room for sums.
 const LONGEST_STREAM: u64 = 1 << 62;
 
 /// Longest tensor name in bytes; the longest in public checkpoints are near 150.
 const LONGEST_NAME: usize = 4096;
 
-/// A tensor as a trainer names it: no place yet.
+/// A tensor as a trainer describes it, without a place.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TensorSpec {
-    /// Name that the engine knows the parameter by (checkpoint name).
+    /// The engine's name of the parameter (its name in a checkpoint).
     pub name: String,
     /// Element type.
     pub dtype: Dtype,
     /// Dimensions, in elements; empty for a scalar.
     pub shape: Vec<u64>,
-    /// Tensors with the same load unit are loaded together by the engine (q, k, v of one fused layer).
+    /// The engine loads tensors with the same load unit together (q, k, v of one fused layer).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub load_unit: Option<String>,
-    /// The model that it is for.
+    /// The model to which it belongs.
     #[serde(default, skip_serializing_if = "Section::is_model")]
     pub section: Section,
 }
 
 impl TensorSpec {
-    /// A tensor of the model that answers, in no load unit.
+    /// A tensor of the model that answers, without a load unit.
     pub fn new(name: String, dtype: Dtype, shape: Vec<u64>) -> Self {
         Self { name, dtype, shape, load_unit: None, section: Section::Model }
     }
 }
 
-/// How an entry's bytes become the tensor. Only plain bytes today; deltas and quantised forms would be added here.
+/// How an entry's bytes become the tensor. At present only plain bytes; deltas and quantised forms would be added here.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum Encoding {
@@ -90,16 +90,16 @@ pub struct Bucket {
     pub bytes: u64,
 }
 
-/// The part of one tensor that lies in a range of the stream.
+/// The part of one tensor in a range of the stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EntryPart<'a> {
     /// Position of the tensor in [`Layout::entries`].
     pub index: usize,
     /// The tensor.
     pub entry: &'a Entry,
-    /// First byte of the part, counted from the start of the tensor.
+    /// First byte of the part, from the start of the tensor.
     pub in_tensor: u64,
-    /// First byte of the part, counted from the start of the range.
+    /// First byte of the part, from the start of the range.
     pub in_range: u64,
     /// Length of the part in bytes, at least 1.
     pub bytes: u64,
@@ -109,12 +109,12 @@ pub struct EntryPart<'a> {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum Cuts {
-    /// At multiples of the bucket's length: every bucket but the last is as long, and tensors may span buckets.
+    /// At multiples of the bucket's length: all buckets but the last have the same length, and tensors may span buckets.
     #[default]
     Even,
-    /// Between tensors: a bucket holds as many whole tensors as its length allows, and a tensor longer than that has a bucket of its own
-    /// that is as long as it. None holds tensors of two sections. Engines that read tensors out of GPU memory must see each one whole, so this is how a stream is cut that is
-    /// handed over without passing a host. Tensors of one load unit share a bucket where they fit into one.
+    /// Between tensors: a bucket holds as many whole tensors as its length allows. A longer tensor has a bucket of its own length. No
+    /// bucket holds tensors of two sections. Engines that read tensors from GPU memory must see each one whole, so this is the cut if
+    /// weights do not pass a host. Tensors of one load unit share a bucket if they fit.
     BetweenTensors,
 }
 
@@ -122,21 +122,21 @@ pub enum Cuts {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Layout {
-    /// Which artifact of the model this is; `model` today, an adapter one day. A draft model is a [`Section`] of it.
+    /// Name of the artifact: `model` at present. A draft model is a [`Section`] of it.
     pub artifact: String,
     /// Tensors in stream order.
     pub entries: Vec<Entry>,
     /// Length of the stream in bytes.
     pub total_bytes: u64,
-    /// Length of every bucket but the last, in bytes; a multiple of [`ALIGNMENT`]. Between tensors: the length that a bucket of several
-    /// tensors does not exceed; see [`Layout::largest_bucket`].
+    /// Length of every bucket but the last, in bytes; a multiple of [`ALIGNMENT`]. Between tensors: the longest bucket with several
+    /// tensors; see [`Layout::largest_bucket`].
     pub bucket_bytes: u64,
     /// Where the stream is cut.
     #[serde(default, skip_serializing_if = "is_even")]
     pub cuts: Cuts,
 }
 
-/// Why a list of tensors cannot be laid out.
+/// Why a list of tensors has no layout.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum LayoutError {
@@ -160,8 +160,8 @@ pub enum LayoutError {
     Inconsistent { what: String },
 }
 
-/// Length of a bucket for a stream of so many bytes: enough buckets that members of a chain work at once, each long enough that the
-/// work per bucket does not count.
+/// Length of a bucket for a stream of so many bytes. There are enough buckets that all members of a chain work at once, and each is so long
+/// that the work for a bucket does not matter.
 pub fn default_bucket_bytes(total_bytes: u64) -> u64 {
     const SMALLEST: u64 = 1 << 20;
     const LARGEST: u64 = 32 << 20;
@@ -169,8 +169,7 @@ pub fn default_bucket_bytes(total_bytes: u64) -> u64 {
 }
 
 impl Layout {
-    /// Lays tensors out in the order given. `bucket_bytes` is rounded down to a multiple of [`ALIGNMENT`]; 0 chooses by
-    /// [`default_bucket_bytes`].
+    /// Places tensors in the given order. `bucket_bytes` is rounded down to a multiple of [`ALIGNMENT`]; 0 means [`default_bucket_bytes`].
     pub fn new(artifact: impl Into<String>, tensors: Vec<TensorSpec>, bucket_bytes: u64) -> Result<Self, LayoutError> {
         let (places, total_bytes) = places(tensors.iter())?;
         let bucket_bytes = match bucket_bytes {
@@ -194,7 +193,7 @@ impl Layout {
         self
     }
 
-    /// Checks a layout that came over the wire: it must be exactly what [`Layout::new`] makes of its tensors.
+    /// Checks a layout from the wire: it must be exactly the result of [`Layout::new`] for its tensors.
     pub fn validate(&self) -> Result<(), LayoutError> {
         let inconsistent = |what: String| Err(LayoutError::Inconsistent { what });
         let (places, total_bytes) = places(self.entries.iter().map(|entry| &entry.tensor))?;
@@ -219,7 +218,7 @@ impl Layout {
         count_buckets(total_bytes, self.bucket_bytes).map(|_| ())
     }
 
-    /// Number of buckets; 0 when no tensor holds a byte.
+    /// Number of buckets; 0 if no tensor has bytes.
     pub fn bucket_count(&self) -> u32 {
         match self.cuts {
             Cuts::Even => count_buckets(self.total_bytes, self.bucket_bytes).unwrap_or(u32::MAX),
@@ -227,7 +226,7 @@ impl Layout {
         }
     }
 
-    /// The bucket of that sequence.
+    /// The bucket with that sequence.
     pub fn bucket(&self, sequence: u32) -> Option<Bucket> {
         match self.cuts {
             Cuts::Even => {
@@ -248,7 +247,7 @@ impl Layout {
         })
     }
 
-    /// Length of the longest bucket in bytes: what a place for one bucket must hold.
+    /// Length of the longest bucket in bytes: the size of a place for any bucket.
     pub fn largest_bucket(&self) -> u64 {
         match self.cuts {
             Cuts::Even => self.bucket_bytes.min(self.total_bytes),
@@ -256,7 +255,7 @@ impl Layout {
         }
     }
 
-    /// The parts of tensors that lie in `bytes` bytes of the stream from `offset` on, in stream order. What no part covers is a gap.
+    /// The parts of tensors in `bytes` bytes of the stream from `offset` on, in stream order. All bytes outside of parts are gaps.
     pub fn parts(&self, offset: u64, bytes: u64) -> impl Iterator<Item = EntryPart<'_>> + '_ {
         let end = offset.saturating_add(bytes);
         let first = self.entries.partition_point(|entry| entry.end() <= offset);
@@ -325,6 +324,6 @@ fn count_buckets(total_bytes: u64, bucket_bytes: u64) -> Result<u32, LayoutError
         return Err(LayoutError::BucketTooSmall { bytes: 0 });
     }
     let buckets = total_bytes.div_ceil(bucket_bytes);
-    // `u32::MAX` as a sequence ends the stream on the wire.
+    // The sequence `u32::MAX` ends the stream on the wire.
     u32::try_from(buckets).ok().filter(|count| *count < u32::MAX).ok_or(LayoutError::TooManyBuckets { buckets })
 }

@@ -1,7 +1,7 @@
-//! What a version is, in full: its layout and the digest of every tensor, under one digest of its own.
+//! The full description of a version: its layout and the digest of every tensor, with a digest of its own.
 //!
-//! Decides the canonical bytes that blake3 is taken over, so that two programs that mean the same version say the same digest,
-//! whatever JSON they speak. A changed encoding needs a new domain line, or old and new agents would disagree without a reason.
+//! Decides the canonical bytes for blake3. So two programs with the same version compute the same digest, whatever their JSON. A changed
+//! encoding needs a new domain line; otherwise old and new agents would disagree without a reason.
 
 use std::borrow::Cow;
 
@@ -9,13 +9,13 @@ use serde::{Deserialize, Serialize};
 
 use super::{Cuts, Encoding, Layout, LayoutError, Section, TensorSpec, digest_hex, parse_digest_hex, shown};
 
-/// How tensor digests of a version are computed; one for the whole version.
+/// The algorithm of all tensor digests of a version.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum DigestAlgorithm {
     /// The first 128 bits of blake3: for bytes that pass through members. No member can find other bytes with the same digest.
     #[serde(rename = "blake3-128")]
     Blake3,
-    /// xxh3-128, seed 0: for bytes that pass a CPU, where all members are trusted. A member can make other bytes with the same digest.
+    /// xxh3-128, seed 0: for bytes that pass a CPU, if all members are trusted. A member can make other bytes with the same digest.
     #[default]
     #[serde(rename = "xxh3-128")]
     Xxh3_128,
@@ -35,7 +35,7 @@ impl DigestAlgorithm {
     }
 }
 
-/// A version of one artifact: where its tensors lie and what they hash to.
+/// A version of one artifact: the places and digests of its tensors.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Manifest {
@@ -43,13 +43,13 @@ pub struct Manifest {
     pub version: u64,
     /// Names, types, shapes and places of all tensors.
     pub layout: Layout,
-    /// How the digests below are computed.
+    /// The algorithm of the digests below.
     pub algorithm: DigestAlgorithm,
     /// Digest of every tensor (32 hex digits), in layout order.
     pub tensor_digests: Vec<String>,
 }
 
-/// Why a manifest is not one, or why a stream is not the version that the manifest describes. Tensors are named, never shown.
+/// Why a manifest is invalid, or why a stream is not the version that it describes. Tensors are named, never shown.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum ManifestError {
@@ -98,7 +98,7 @@ impl Manifest {
         }
     }
 
-    /// blake3 (64 hex digits) over version, layout, algorithm and digests in their canonical encoding.
+    /// blake3 (64 hex digits) of version, layout, algorithm and digests in their canonical encoding.
     pub fn digest(&self) -> String {
         let mut hash = Canonical::new("weightsync manifest 1\n");
         hash.number(self.version);
@@ -120,7 +120,8 @@ impl Manifest {
 }
 
 impl Layout {
-    /// blake3 (64 hex digits) over names, types, shapes, sections, encodings, load units, places and the bucket cut, in their canonical encoding.
+    /// blake3 (64 hex digits) of names, types, shapes, sections, encodings, load units, places and the bucket cut, in their canonical
+    /// encoding.
     pub fn digest(&self) -> String {
         let mut hash = Canonical::new("weightsync layout 1\n");
         hash.layout(self);
@@ -128,8 +129,8 @@ impl Layout {
     }
 }
 
-/// The canonical encoding: numbers as u64 little-endian, texts as their length and UTF-8 bytes, lists as their count and items, an
-/// absent text as a count of 0 and a present one as a count of 1 and the text.
+/// The canonical encoding. Numbers are u64 little-endian; texts are their length and UTF-8 bytes; lists are their count and items. An
+/// absent text is a count of 0; a present one is a count of 1 and the text.
 struct Canonical(blake3::Hasher);
 
 impl Canonical {
@@ -153,7 +154,7 @@ impl Canonical {
         self.number(layout.total_bytes);
         self.number(layout.bucket_bytes);
         match layout.cuts {
-            // Says nothing, as before there was another.
+            // Adds nothing, so that digests of earlier releases stay the same.
             Cuts::Even => {}
             Cuts::BetweenTensors => self.text("between tensors"),
         }
@@ -170,7 +171,7 @@ impl Canonical {
                     self.text(unit);
                 }
             }
-            // Says nothing, as before there was another.
+            // Adds nothing, so that digests of earlier releases stay the same.
             if entry.tensor.section != Section::Model {
                 self.text(entry.tensor.section.name());
             }

@@ -1,7 +1,7 @@
-//! The safetensors format: reading checkpoints of one file or many, and planning files that are written as their bytes arrive.
+//! The safetensors format: reading checkpoints of one or many files, and planning files that are written as their bytes arrive.
 //!
-//! Format (safetensors 0.7, README "Format"): u64 little-endian length of the header, the header as a JSON object, the tensors.
-//! Never reads pickle, never believes a length before it was compared with the file's, and never shows a tensor's contents.
+//! Format (safetensors 0.7, README "Format"): u64 little-endian length of the header, the header as a JSON object, the tensors. It never
+//! reads pickle, never trusts a length before it is compared with the file's, and never shows a tensor's contents.
 
 mod checkpoint;
 mod error;

@@ -1,8 +1,8 @@
-//! Which of a server's models a tensor is for: the one that answers, or the one that drafts for it.
+//! The model to which a tensor belongs: the one that answers, or its draft model.
 //!
-//! A version may bring both. They are one stream and one manifest, so neither is served without the other's bytes; but engines load them
-//! in two sessions, and names of a draft model of its own are those of any model. Decides the order of the two in a stream, and the one name
-//! under which files and errors speak of a tensor of either.
+//! A version may contain both. They are one stream and one manifest, so neither is served without the other's bytes. But engines load them
+//! in two sessions, and a separate draft model may use the same tensor names. Decides the order of the two in a stream, and one unique name
+//! for each tensor in files and errors.
 
 use std::borrow::Cow;
 
@@ -37,7 +37,7 @@ impl Section {
 }
 
 impl TensorSpec {
-    /// The name that no other tensor of a version has: `draft/NAME` for one of the draft model.
+    /// The unique name in a version: `draft/NAME` for a tensor of the draft model.
     pub fn full_name(&self) -> Cow<'_, str> {
         match self.section {
             Section::Model => Cow::Borrowed(&self.name),
@@ -53,7 +53,7 @@ impl Layout {
         self.entries.last().is_some_and(|entry| entry.tensor.section == Section::Draft)
     }
 
-    /// What a bucket is for, where it is cut between tensors: none holds tensors of both.
+    /// The model of a bucket, if the stream is cut between tensors: no bucket holds tensors of both.
     pub fn section(&self, bucket: &Bucket) -> Section {
         self.parts(bucket.offset, bucket.bytes).next().map_or(Section::Model, |part| part.entry.tensor.section)
     }

@@ -1,4 +1,4 @@
-//! Tests of the room: each file about one part of it.
+//! Tests of weights: one file for each topic.
 #![allow(clippy::cast_possible_truncation)]
 
 mod coverage;
@@ -21,7 +21,7 @@ pub fn tensor(name: &str, dtype: Dtype, shape: &[u64]) -> TensorSpec {
     TensorSpec::new(name.into(), dtype, shape.to_vec())
 }
 
-/// Lists of tensors of every type, scalars and empty ones among them, in a few load units.
+/// Lists of tensors of every type, including scalars and empty ones, in a few load units.
 pub fn tensors() -> impl Strategy<Value = Vec<TensorSpec>> {
     let one = (0..Dtype::ALL.len(), prop::collection::vec(0u64..7, 0..4), prop::option::of(0u8..3));
     prop::collection::vec(one, 0..24).prop_map(|drawn| {
@@ -37,7 +37,7 @@ pub fn tensors() -> impl Strategy<Value = Vec<TensorSpec>> {
     })
 }
 
-/// Bytes that differ from place to place, so that a misplaced byte shows.
+/// Bytes that differ at each place, so that a misplaced byte shows.
 pub fn pattern(length: usize) -> Vec<u8> {
     (0..length as u64).map(|place| (place.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 56) as u8).collect()
 }

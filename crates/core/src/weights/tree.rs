@@ -1,15 +1,15 @@
-//! The blake3 of a tensor, made of values of its blocks, so that several cores can hash one tensor while it still arrives.
+//! The blake3 of a tensor from values of its blocks, so that several cores can hash one tensor while it still arrives.
 //!
-//! Decides how a tensor is cut into blocks and how their values become its digest: the same one that `b3sum` gives, cut to 128 bits. Pure; it
-//! never keeps bytes.
+//! Decides how a tensor is cut into blocks and how their values become its digest: that of `b3sum`, cut to 128 bits. Pure; it never keeps
+//! bytes.
 
 use blake3::hazmat::{ChainingValue, HasherExt, Mode, merge_subtrees_non_root, merge_subtrees_root};
 
 /// Length in bytes of a tensor's blocks; the last one may be shorter. A power of two, as subtrees of blake3 are.
 pub const TREE_BLOCK: usize = 1 << 20;
 
-/// The first 128 bits of a blake3. Another tensor with the same ones is as hard to find as a key of 128 bits: what a member that passes bytes on
-/// would need. Two tensors of a trainer's own choice are not what it protects from: a trainer is believed.
+/// The first 128 bits of a blake3. For a member that passes bytes on, another tensor with the same ones is as hard to find as a key of 128
+/// bits. It does not protect from a trainer that chooses both tensors: a trainer is trusted.
 pub(super) fn first_half(hash: &blake3::Hash) -> u128 {
     let mut half = [0; 16];
     for (to, from) in half.iter_mut().zip(hash.as_bytes()) {
@@ -18,20 +18,20 @@ pub(super) fn first_half(hash: &blake3::Hash) -> u128 {
     u128::from_be_bytes(half)
 }
 
-/// What one block of a tensor adds to its digest.
+/// The contribution of one block to a tensor's digest.
 #[derive(Clone, Copy)]
 pub struct BlockValue(Value);
 
 #[derive(Clone, Copy)]
 enum Value {
-    /// Of the only block of a tensor.
+    /// Of the only block.
     Root(u128),
-    /// Of one of several.
+    /// Of one of several blocks.
     Subtree(ChainingValue),
 }
 
 impl BlockValue {
-    /// The value of block `number` of a tensor of so many bytes. Blocks of other lengths than [`block_bytes`] says give another digest.
+    /// The value of block `number` of a tensor of so many bytes. Blocks of another length than [`block_bytes`] give another digest.
     pub fn of(tensor_bytes: u64, number: u64, block: &[u8]) -> Self {
         if tensor_bytes <= TREE_BLOCK as u64 || block.is_empty() || block.len() > TREE_BLOCK {
             return Self(Value::Root(first_half(&blake3::hash(block))));
@@ -48,7 +48,7 @@ pub fn block_bytes(tensor_bytes: u64, number: u64) -> u64 {
     tensor_bytes.saturating_sub(number.saturating_mul(TREE_BLOCK as u64)).min(TREE_BLOCK as u64)
 }
 
-/// The digest of a tensor by the values of all its blocks, in order; none when they are not those of one tensor.
+/// The digest of a tensor from the values of all its blocks, in order; `None` if they do not form one tensor.
 pub fn tree_digest(values: &[BlockValue]) -> Option<u128> {
     if let [BlockValue(Value::Root(digest))] = values {
         return Some(*digest);
@@ -65,7 +65,7 @@ fn merged(values: &[BlockValue]) -> Option<ChainingValue> {
     Some(merge_subtrees_non_root(&merged(left)?, &merged(right)?, Mode::Hash))
 }
 
-/// The left half of a tree is the largest whole one that leaves something to the right.
+/// The left half of a tree is the largest complete one that leaves something to the right.
 fn halves(values: &[BlockValue]) -> Option<(&[BlockValue], &[BlockValue])> {
     if values.len() < 2 {
         return None;

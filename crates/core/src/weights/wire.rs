@@ -1,26 +1,26 @@
-//! How a bucket goes over the wire to engines that receive it themselves: as broadcasts of tensors that lie back to back.
+//! How a bucket is sent to engines that receive it themselves: as broadcasts of adjacent tensors.
 //!
-//! Decides which tensors share a broadcast and in which order, so that sender and engine never disagree: both ends compute it from the same
-//! layout. An engine that expects other bytes than are sent hangs, or loads a mixture. One broadcast has one element type: LMDeploy refuses
-//! a mixture before it enters (a sender would hang), and SGLang and vLLM refuse a tensor that starts at no multiple of its element's
-//! length. Pure; sends nothing.
+//! Decides which tensors share a broadcast, and their order. Both ends compute it from the same layout, so sender and engine never
+//! disagree. An engine that expects other bytes than are sent hangs, or loads a mixture. One broadcast has one element type: LMDeploy
+//! refuses a mixture before it enters (a sender would hang), and SGLang and vLLM refuse a tensor whose start is no multiple of its
+//! element's length. Pure; sends nothing.
 
 use super::{Bucket, Cuts, Dtype, Layout};
 
-/// Tensors that one broadcast carries.
+/// Tensors of one broadcast.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WireBucket {
     /// Element type of all of them.
     pub dtype: Dtype,
-    /// Their positions in [`Layout::entries`], in the order in which they lie on the wire. None is empty.
+    /// Their positions in [`Layout::entries`], in the order of the wire. None is empty.
     pub tensors: Vec<usize>,
-    /// What of the bucket is sent, in order: offset from the bucket's first byte, and length. Neighbours are one run.
+    /// The sent ranges of the bucket, in order: offset from the bucket's first byte, and length. Adjacent ranges are one run.
     pub runs: Vec<(u64, u64)>,
     /// Length of the broadcast in bytes, at least 1.
     pub bytes: u64,
 }
 
-/// Why a bucket cannot go over the wire.
+/// Why a bucket cannot be sent.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum WireError {
@@ -30,7 +30,7 @@ pub enum WireError {
 
 impl Layout {
     /// The broadcasts of a bucket: one for each element type, longest elements first, tensors in the order of the layout. Tensors without
-    /// bytes are on none: there is nothing to receive.
+    /// bytes are in none.
     pub fn wire(&self, bucket: &Bucket) -> Result<Vec<WireBucket>, WireError> {
         let mut wire: Vec<WireBucket> = Vec::new();
         for part in self.parts(bucket.offset, bucket.bytes) {
@@ -61,7 +61,7 @@ impl WireBucket {
         }
     }
 
-    /// Offset in the bucket, where what is sent lies there in one run: it can be sent from where it is.
+    /// Offset in the bucket, if the broadcast is one run there: it can be sent without a copy.
     pub fn in_place(&self) -> Option<u64> {
         match self.runs.as_slice() {
             [(offset, _)] => Some(*offset),

@@ -132,7 +132,7 @@ fn other(version: Version) -> HeldVersion {
     HeldVersion { version, manifest: "poison".to_owned() }
 }
 
-/// The first claim of `member` was refused, and the Event has the claim.
+/// The first false claim was refused in status and in an Event, with this text and the member that made it.
 fn assert_named(desk: &Desk, claim: &str) {
     let view = desk.membership.view();
     let shown = view.degraded.iter().find(|one| one.reason == Reason::ClaimRefused);

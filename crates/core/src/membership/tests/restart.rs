@@ -57,7 +57,7 @@ fn a_member_whose_pause_made_its_pod_unready_is_waited_for() {
         desk.announce(n);
     }
     assert!(!persists(&desk.wait(2_000, &[0, 1, 2])));
-    // The suspended object is released.
+    // The update ended: the pod is ready again.
     desk.plan(&[0, 1, 2], Vec::new());
     desk.tell(1, |state| (state.phase, state.healthy) = (MemberPhase::Ready, true));
     let view = desk.membership.view();

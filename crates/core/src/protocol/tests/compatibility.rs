@@ -1,11 +1,11 @@
-//! Messages of every protocol that this build speaks are read, and mean what they meant.
+//! This build reads messages of every protocol that it speaks, with their old meaning.
 
 use serde_json::{Map, Value};
 
 use super::fuzz::{Message, messages};
 use crate::protocol::{NEWEST, OLDEST};
 
-/// Messages as they were when that protocol was the newest: name and content.
+/// Messages from the time when that protocol was the newest: name and content.
 const KEPT: [&str; 1] = [include_str!("protocol-1.json")];
 
 fn kept(protocol: u32) -> Vec<(String, Value)> {
@@ -14,7 +14,7 @@ fn kept(protocol: u32) -> Vec<(String, Value)> {
     lines.into_iter().flatten().collect()
 }
 
-/// Whether `new` says everything that `old` says.
+/// Whether `new` contains everything in `old`.
 fn keeps(new: &Value, old: &Value) -> bool {
     match (new, old) {
         (Value::Object(new), Value::Object(old)) => old.iter().all(|(name, old)| new.get(name).is_some_and(|new| keeps(new, old))),
@@ -23,7 +23,7 @@ fn keeps(new: &Value, old: &Value) -> bool {
     }
 }
 
-/// A message that older builds send, and that this one no longer reads or reads otherwise, needs a new number in `compatibility.rs`.
+/// If older builds send a message that this build no longer reads, or reads otherwise, `compatibility.rs` needs a new number.
 #[test]
 fn messages_of_every_spoken_protocol_keep_their_meaning() {
     let known = messages();
@@ -39,7 +39,8 @@ fn messages_of_every_spoken_protocol_keep_their_meaning() {
     }
 }
 
-/// Anyone who adds a message adds it to those of the newest protocol. Print them with `WEIGHTSYNC_PRINT_MESSAGES=1 cargo test --lib -- --nocapture`.
+/// Each new message needs an example among those of the newest protocol. `WEIGHTSYNC_PRINT_MESSAGES=1 cargo test --lib -- --nocapture`
+/// prints them.
 #[test]
 fn the_newest_protocol_has_a_message_of_every_kind() {
     let known = messages();

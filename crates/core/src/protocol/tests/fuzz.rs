@@ -1,7 +1,7 @@
-//! Every message of the room, spoiled: it is refused, or it is a message that is written and read again as itself. Never a panic.
+//! Every message, spoiled: it is refused, or it is a valid message that can be written and read again. It never causes a panic.
 //!
-//! Examples of all messages, changed at random places in the ways in which a foreign, broken or hostile peer's differ. `make fuzz` runs
-//! this for long.
+//! Examples of all messages are changed at random places, as messages of a foreign, broken or hostile peer would differ. `make fuzz` runs
+//! this for a long time.
 
 use proptest::prelude::*;
 use proptest::sample::Index;
@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use crate::protocol::worker::{WorkerCall, WorkerReply};
 use crate::protocol::*;
 
-/// What a message is called, one that is well, and how it is read and written again.
+/// Name and example of a message, and how it is read and written again.
 pub(super) struct Message {
     pub(super) name: &'static str,
     pub(super) example: Value,
@@ -165,7 +165,7 @@ pub(super) fn messages() -> Vec<Message> {
     }
 }
 
-/// What may stand anywhere.
+/// Any JSON value.
 fn anything() -> impl Strategy<Value = Value> {
     prop_oneof![
         Just(Value::Null),
@@ -200,7 +200,7 @@ fn changes() -> impl Strategy<Value = Change> {
     ]
 }
 
-/// Paths to all values below one, itself included.
+/// Paths to all values below one, including itself.
 fn paths(value: &Value, path: &str, all: &mut Vec<String>) {
     all.push(path.to_owned());
     match value {
@@ -250,10 +250,10 @@ fn the_examples_are_messages_and_every_message_has_one() {
     let examples = messages();
     for Message { name, example, again } in &examples {
         let written = again(example.to_string().as_bytes()).unwrap_or_else(|error| panic!("{name}: {error} in {example}"));
-        // Nothing of the example is passed over: a field by a wrong name would spoil the wrong message.
+        // The example is read completely: with a wrong field name, the changes would have no effect.
         assert_eq!(serde_json::from_slice::<Value>(&written).unwrap(), *example, "{name}");
     }
-    // What is sent by itself is called so; the rest are parts of these, and in their examples.
+    // Every message that is sent by itself has an example; other types are parts of these.
     let sources =
         [include_str!("../control.rs"), include_str!("../update.rs"), include_str!("../identity.rs"), include_str!("../client.rs")];
     let sources =
@@ -298,7 +298,7 @@ proptest! {
         }
     }
 
-    /// A layout comes from a peer, and offsets are computed from it: one that was found good must be good for all that is asked of it.
+    /// A layout comes from a peer, and offsets are computed from it: after a successful check, every computation must be safe.
     #[test]
     fn spoiled_layout_is_refused_or_its_buckets_lie_within(spoiled in prop::collection::vec(changes(), 0..4)) {
         let mut example = messages().into_iter().find(|message| message.name == "BeginRequest").unwrap().example;

@@ -6,7 +6,7 @@ use crate::protocol::{Skew, Version, newest_in_service, skew};
 
 #[test]
 fn the_rule_is_a_table() {
-    // (most, what counts, newest, what a replica holds)
+    // (limit, current version, newest version, version of the replica)
     for (most, counts, newest, installed, expected) in [
         (0, 5, 5, 5, Skew::Within),
         (0, 5, 5, 4, Skew::TooOld),
@@ -16,7 +16,7 @@ fn the_rule_is_a_table() {
         (1, 5, 6, 6, Skew::Within),
         (1, 5, 6, 5, Skew::Within),
         (1, 5, 5, 7, Skew::TooNew),
-        // What is known of the newest is old.
+        // The known newest version is outdated.
         (1, 5, 3, 4, Skew::Within),
         (1, 5, 3, 3, Skew::TooOld),
     ] {
@@ -37,7 +37,7 @@ proptest! {
             prop_assert!(greatest - least <= most, "{:?} of {:?}", serving, installed);
         }
         prop_assert_eq!(serving.contains(&counts), installed.contains(&counts));
-        // As many are out of service as the rule needs, and no more.
+        // The rule takes as many replicas out of service as it must, and no more.
         prop_assert!(installed.iter().all(|held| *held != newest || serving.contains(held)));
     }
 }

@@ -1,4 +1,4 @@
-//! Frames between agent and worker: what is written is read again, and what is no frame is refused.
+//! Frames between agent and worker: written frames can be read again, and invalid ones are refused.
 
 use proptest::prelude::*;
 

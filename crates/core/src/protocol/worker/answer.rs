@@ -1,4 +1,4 @@
-//! What a worker answers: results, facts, and faults with a closed word for their kind.
+//! Answers of a worker: results, facts, and faults with a closed list of kinds.
 
 use std::fmt;
 
@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{FabricFacts, FabricMetadata, IpcHandle, NcclId};
 
-/// What a worker answers.
+/// An answer of a worker.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "is", rename_all = "camelCase", rename_all_fields = "camelCase")]
 #[allow(missing_docs)]
@@ -17,7 +17,7 @@ pub enum WorkerAnswer {
         gpus: Vec<GpuFacts>,
         /// `links[a][b]`: how GPU `a` reaches the memory of GPU `b`.
         links: Vec<Vec<GpuLink>>,
-        /// NCCL, or why there is none that can be used.
+        /// NCCL, or why it has no usable one.
         nccl: Result<NcclFacts, String>,
     },
     Opened {
@@ -27,7 +27,7 @@ pub enum WorkerAnswer {
     },
     Ring {
         ring: u64,
-        /// The whole block, for other processes.
+        /// Handle of the whole block, for other processes.
         handle: IpcHandle,
         bytes: u64,
     },
@@ -43,7 +43,7 @@ pub enum WorkerAnswer {
     },
     Event {
         event: u64,
-        /// For other processes, when it was made here.
+        /// For other processes, if it was made here.
         handle: Option<IpcHandle>,
     },
     UniqueId {
@@ -61,7 +61,7 @@ pub enum WorkerAnswer {
     Sums {
         /// gsum64 of each part.
         sums: Vec<u64>,
-        /// From the request to its end, in ms.
+        /// Time from the request to its end, in ms.
         ms: f64,
     },
     Fabric {
@@ -69,7 +69,7 @@ pub enum WorkerAnswer {
     },
     Registered {
         region: u64,
-        /// First byte: what peers name when they read.
+        /// Address of the first byte, which peers use to read it.
         address: u64,
         bytes: u64,
         /// Ordinal of the GPU; none for host memory.
@@ -79,7 +79,7 @@ pub enum WorkerAnswer {
     },
     Peer {
         peer: u64,
-        /// As its metadata says: the name of its worker, and a number for its region.
+        /// The name in its metadata: the name of its worker, and a number for its region.
         name: String,
     },
     Stats {
@@ -108,11 +108,11 @@ pub struct GpuFacts {
     pub bus: String,
     /// Memory in bytes.
     pub memory_bytes: u64,
-    /// Free memory in bytes; 0 where no context was made.
+    /// Free memory in bytes; 0 without a context.
     pub free_bytes: u64,
-    /// CUDA version that the driver speaks, e.g. 13000 for 13.0.
+    /// CUDA version that the driver supports, e.g. 13000 for 13.0.
     pub driver: u32,
-    /// Why the GPU cannot be used, where that is so: part of a partitioned (MIG) GPU.
+    /// Why the GPU cannot be used: it is part of a partitioned (MIG) GPU. `None` if it can.
     pub refused: Option<String>,
 }
 
@@ -134,7 +134,7 @@ pub enum GpuLink {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct NcclFacts {
-    /// File, as it was found or named.
+    /// Its file, as found or given.
     pub path: String,
     /// `ncclGetVersion`, e.g. 22809 for 2.28.9.
     pub version: u32,
@@ -146,9 +146,9 @@ pub struct NcclFacts {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct WorkerFault {
-    /// What kind of failure, as a closed word.
+    /// Kind of the failure, from a closed list.
     pub code: WorkerFaultCode,
-    /// For a person, with the next step where there is one.
+    /// Text with the next step, if there is one.
     pub message: String,
 }
 
@@ -158,21 +158,21 @@ pub struct WorkerFault {
 pub enum WorkerFaultCode {
     /// There is no NVIDIA driver, or it does not work.
     NoDriver,
-    /// The GPU that was asked for is not visible, or none was named and several are.
+    /// The requested GPU is not visible, or several are visible and none was named.
     NoGpu,
     /// The GPU is partitioned (MIG).
     Mig,
-    /// There is no NCCL that can be used, or it lacks the function that was asked for.
+    /// There is no usable NCCL, or it lacks the requested function.
     NoNccl,
-    /// There is no NIXL that can be used, or its backend UCX does not start.
+    /// There is no usable NIXL, or its backend UCX does not start.
     NoFabric,
-    /// NIXL refused, or a READ failed: the message says what to change, or which peer is gone.
+    /// NIXL refused, or a READ failed. The message has the required change, or the lost peer.
     Fabric,
     OutOfMemory,
     Late,
     Aborted,
     Nccl,
-    /// The driver reported an error. Some of them make the process unusable: start another worker.
+    /// The driver reported an error. Some make the process unusable: start another worker.
     Cuda,
     Invalid,
 }

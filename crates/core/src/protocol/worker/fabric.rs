@@ -1,4 +1,4 @@
-//! One-sided READs between workers, over NIXL: how it is set up, what is registered, and what a peer's memory is called.
+//! One-sided READs between workers, over NIXL: the settings, the registered memory, and names for a peer's memory.
 //!
 //! Decides which transports may be listed and how long metadata may be. It knows no NIXL and no socket.
 
@@ -12,16 +12,16 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 /// Longest metadata of one region in bytes. NIXL 1.5.1 with UCX over TCP writes 320 bytes; each device of a NIC adds some hundreds.
 pub const MAX_FABRIC_METADATA: usize = 64 << 10;
 
-/// Which of UCX's transports and devices NIXL may use: what is not listed is not used.
+/// UCX transports and devices that NIXL may use; all others are off.
 ///
-/// UCX takes them from the environment of its process (`UCX_TLS`, `UCX_NET_DEVICES`), so a worker is started with them. NIXL's own parameter
-/// for UCX's settings cannot carry them: it splits its text at commas (`engine_config`, nixl 1.5.1, read).
+/// UCX reads them from the environment of its process (`UCX_TLS`, `UCX_NET_DEVICES`), so a worker is started with them. NIXL's own
+/// parameter for UCX's settings cannot carry them: it splits its text at commas (`engine_config`, nixl 1.5.1, read).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct UcxSettings {
     /// Transports by UCX's names, e.g. `rc`, `cuda_copy`, `cuda_ipc`, `tcp`. At least one; neither `all` nor an exclusion (`^tcp`).
     pub tls: Vec<String>,
-    /// Network devices, e.g. `mlx5_0:1`, `eth0`. Empty: every device that these transports find.
+    /// Network devices, e.g. `mlx5_0:1`, `eth0`. Empty: every device of these transports.
     pub devices: Vec<String>,
 }
 
@@ -38,12 +38,12 @@ pub enum UcxSettingsError {
 }
 
 impl UcxSettings {
-    /// The environment of a worker that has these settings.
+    /// The environment of a worker with these settings.
     ///
-    /// Without `tcp` the software emulation of reads is switched off, so that memory which no listed transport can read is an error and never
-    /// slow. Two more are the same for all (UCX 1.23, run on an H100). `cuda_ipc` may read: UCX leaves that out where it sees no NVLink, also
-    /// between processes on one GPU. And UCX does not patch functions of libc and CUDA to see memory come and go, which takes 0.4 to 1 s
-    /// while it opens: it would only serve its cache of registrations, and a worker registers each ring itself.
+    /// Without `tcp`, the software emulation of reads is off, so that memory which no listed transport can read is an error and never slow.
+    /// Two more settings are the same for all (UCX 1.23, run on an H100). `cuda_ipc` may read: by default UCX excludes that if it sees no
+    /// NVLink, even between processes on one GPU. And UCX does not patch functions of libc and CUDA to observe allocations, which takes 0.4
+    /// to 1 s while it opens. That would only serve its cache of registrations, and a worker registers each ring itself.
     pub fn environment(&self) -> Result<[(&'static str, String); 5], UcxSettingsError> {
         let plain = |name: &str, others: &str| {
             !name.is_empty() && name.chars().all(|letter| letter.is_ascii_alphanumeric() || others.contains(letter))
@@ -73,23 +73,23 @@ impl UcxSettings {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct FabricFacts {
-    /// File of its C interface, as it was found or named.
+    /// File of its C interface, as found or given.
     pub path: String,
-    /// Version of the package that the file belongs to; the library itself does not say.
+    /// Version of the package that contains the file; the library itself does not report one.
     pub version: Option<String>,
-    /// CUDA major that it was built for, as its folder says.
+    /// CUDA major version that it was built for, from its folder's name.
     pub cuda: Option<u32>,
     /// NIXL's backend.
     pub plugin: String,
-    /// Kinds of memory that the backend takes, in NIXL's words (`DRAM`, `VRAM`).
+    /// Kinds of memory that the backend supports, in NIXL's terms (`DRAM`, `VRAM`).
     pub memory: Vec<String>,
-    /// Parameters that the backend got, and UCX's environment.
+    /// Parameters of the backend, and UCX's environment.
     pub parameters: BTreeMap<String, String>,
-    /// Whether memory of the worker's GPU was registered on trial; why not, when not.
+    /// Whether memory of the worker's GPU could be registered as a test; otherwise the cause.
     pub gpu_memory: Result<(), String>,
 }
 
-/// Memory of a worker that can be registered, by the numbers that the worker gave out.
+/// Memory of a worker that can be registered, by the numbers that the worker assigned.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "kind", content = "number", rename_all = "camelCase")]
 #[allow(missing_docs)]
@@ -98,22 +98,22 @@ pub enum FabricMemory {
     Ring(u64),
 }
 
-/// A place in memory that a peer registered: it announces address and device with its metadata.
+/// A place in a peer's registered memory. The peer announces address and device with its metadata.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct RemotePlace {
     /// First byte, in the peer's address space.
     pub address: u64,
-    /// Ordinal of its GPU, as the peer counts; none for host memory.
+    /// The peer's ordinal of its GPU; `None` for host memory.
     pub device: Option<u32>,
 }
 
-/// NIXL's description of one registered region: who has it can read the region. Travels as base64. Never shown.
+/// NIXL's description of one registered region: a process that has it can read the region. Travels as base64. Never shown.
 #[derive(Clone, PartialEq, Eq, Hash)]
 pub struct FabricMetadata(Vec<u8>);
 
 impl FabricMetadata {
-    /// None when it is empty or longer than [`MAX_FABRIC_METADATA`].
+    /// `None` if it is empty or longer than [`MAX_FABRIC_METADATA`].
     pub fn new(bytes: Vec<u8>) -> Option<Self> {
         (1..=MAX_FABRIC_METADATA).contains(&bytes.len()).then_some(Self(bytes))
     }

@@ -1,4 +1,4 @@
-//! How messages between agent and worker are framed, and opaque bytes in them. Decides what is no frame.
+//! Frames of messages between agent and worker, and opaque bytes in them. Decides which frames are invalid.
 
 use std::fmt;
 
@@ -27,12 +27,12 @@ impl<const N: usize> fmt::Debug for Opaque<N> {
 }
 
 impl<const N: usize> Opaque<N> {
-    /// The bytes as base64, for a message that is itself carried safely.
+    /// The bytes as base64, for a message over a protected connection.
     pub fn to_base64(&self) -> String {
         STANDARD.encode(self.0)
     }
 
-    /// Reads [`to_base64`](Self::to_base64); none when it is no base64 or not `N` bytes.
+    /// Reads [`to_base64`](Self::to_base64); `None` if it is no base64 or not `N` bytes.
     pub fn from_base64(text: &str) -> Option<Self> {
         STANDARD.decode(text).ok()?.try_into().ok().map(Self)
     }
@@ -51,7 +51,7 @@ impl<'de, const N: usize> Deserialize<'de> for Opaque<N> {
     }
 }
 
-/// Why bytes are no frame.
+/// Why a frame is invalid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum WorkerFrameError {
@@ -61,7 +61,7 @@ pub enum WorkerFrameError {
     Nonsense { cause: String },
 }
 
-/// A message as it travels.
+/// A message in wire format.
 pub fn encode_worker_frame<T: Serialize>(message: &T) -> Result<Vec<u8>, WorkerFrameError> {
     let mut frame = vec![0; 4];
     serde_json::to_writer(&mut frame, message).map_err(|error| WorkerFrameError::Nonsense { cause: error.to_string() })?;
@@ -72,7 +72,7 @@ pub fn encode_worker_frame<T: Serialize>(message: &T) -> Result<Vec<u8>, WorkerF
     Ok(frame)
 }
 
-/// Takes one whole message off the front of `received`; none while it is not all there.
+/// Takes one complete message from the front of `received`; `None` until it is complete.
 pub fn decode_worker_frame<T: DeserializeOwned>(received: &mut Vec<u8>) -> Result<Option<T>, WorkerFrameError> {
     let Some(length) = received.first_chunk::<4>().map(|bytes| u32::from_le_bytes(*bytes)) else { return Ok(None) };
     if length > MAX_WORKER_FRAME {

@@ -1,14 +1,14 @@
 //! Cuts a stream between tensors.
 //!
-//! Decides which whole tensors of one section share a bucket, in the order of the stream. The gap in front of a tensor belongs to the bucket before it, so
-//! that buckets follow each other without a hole. Works in one pass over the tensors and holds none of them.
+//! Decides which whole tensors of one section share a bucket, in the order of the stream. The gap before a tensor belongs to the previous
+//! bucket, so that buckets follow each other without a hole. Works in one pass over the tensors and holds none of them.
 
 use super::{Entry, Layout};
 
 /// Offset and length of the buckets of a layout, one after another.
 pub(super) struct Between<'a> {
     layout: &'a Layout,
-    /// The first tensor that is in no bucket yet.
+    /// The first tensor without a bucket.
     next: usize,
 }
 
@@ -17,13 +17,13 @@ impl<'a> Between<'a> {
         Self { layout, next: 0 }
     }
 
-    /// Whether the tensor at `at` is of another section than the one before it.
+    /// Whether the tensor at `at` has another section than the previous one.
     fn begins_section(&self, at: usize) -> bool {
         let section = |at: usize| self.layout.entries.get(at).map(|entry| entry.tensor.section);
         at.checked_sub(1).is_some_and(|before| section(before) != section(at))
     }
 
-    /// Number of tensors from `from` on that stay together: one, or all that follow in the same load unit if they fit into a bucket.
+    /// Number of tensors from `from` on that stay together: one, or all of the same load unit if they fit into a bucket.
     fn together(&self, from: usize) -> usize {
         let entries = self.layout.entries.get(from..).unwrap_or_default();
         let Some((first, unit)) = entries.first().and_then(|first| Some((first, first.tensor.load_unit.as_deref()?))) else { return 1 };

@@ -1,8 +1,8 @@
 //! A checkpoint on disk, one file or sharded, as a list of tensors whose bytes can be read at any place.
 //!
-//! Decides which files make up a checkpoint and in which order its tensors stand: files by name, tensors as they lie in their file, so
-//! that reading the stream is reading the files front to back. It keeps the files open, so a directory that is replaced meanwhile
-//! does not mix two checkpoints, and it never maps them: a file that is cut short under a mapping kills the process.
+//! Decides which files form a checkpoint, and the order of its tensors: files by name, tensors by their place in the file. So reading the
+//! stream reads each file from front to back. It keeps the files open, so that a replaced directory does not mix two checkpoints. It never
+//! maps them: a file that is truncated under a mapping kills the process.
 
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
@@ -13,10 +13,10 @@ use std::path::Path;
 use super::{INDEX_FILE, MAX_INDEX_BYTES, SINGLE_FILE, SafetensorsError, header_length, parse_header, parse_index};
 use crate::weights::{Layout, Section, TensorSpec, shown};
 
-/// A tensor of a checkpoint and where it lies.
+/// A tensor of a checkpoint with its place.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CheckpointTensor {
-    /// Name, type and shape; no load unit, since a checkpoint does not know any.
+    /// Name, type and shape; no load unit, because a checkpoint has none.
     pub spec: TensorSpec,
     /// Length in bytes.
     pub bytes: u64,
@@ -127,7 +127,7 @@ impl Checkpoint {
         Ok(checkpoint)
     }
 
-    /// This checkpoint of a model followed by that of its draft model, whose tensors then have the section [`Section::Draft`].
+    /// This checkpoint of a model, followed by the one of its draft model, whose tensors get the section [`Section::Draft`].
     #[must_use]
     pub fn with_draft(mut self, draft: Self) -> Self {
         let files = self.files.len();
@@ -140,17 +140,17 @@ impl Checkpoint {
         self
     }
 
-    /// Tensors in their order: files by name, tensors as they lie in their file.
+    /// Tensors in their order: files by name, tensors by their place in the file.
     pub fn tensors(&self) -> &[CheckpointTensor] {
         &self.tensors
     }
 
-    /// The specs of all tensors, in their order; what [`Layout::new`] wants.
+    /// The specs of all tensors, in their order, for [`Layout::new`].
     pub fn specs(&self) -> Vec<TensorSpec> {
         self.tensors.iter().map(|tensor| tensor.spec.clone()).collect()
     }
 
-    /// Free text that the writer left; later files win.
+    /// Free text from the writer; later files win.
     pub fn metadata(&self) -> &BTreeMap<String, String> {
         &self.metadata
     }
@@ -172,7 +172,8 @@ impl Checkpoint {
         })
     }
 
-    /// Fills `into` with the stream of `layout` from `offset` on, gaps zeroed. `layout` must have been made from [`Checkpoint::specs`]. Blocks.
+    /// Fills `into` with the stream of `layout` from `offset` on, with zeros in gaps. `layout` must have been made from
+    /// [`Checkpoint::specs`]. Blocks.
     pub fn read_stream(&self, layout: &Layout, offset: u64, into: &mut [u8]) -> Result<(), SafetensorsError> {
         let mut filled = 0;
         for part in layout.parts(offset, into.len() as u64) {
@@ -197,7 +198,7 @@ impl Checkpoint {
         Ok(())
     }
 
-    /// Tells whether a file was written to since the checkpoint was opened: what was read may then be a mixture.
+    /// Checks that no file was written to since the checkpoint was opened; otherwise the bytes may be a mixture.
     pub fn check_unchanged(&self) -> Result<(), SafetensorsError> {
         for open in &self.files {
             let (now, _) = Stamp::of(&open.file).map_err(|source| SafetensorsError::io(&open.name, source))?;
@@ -216,7 +217,7 @@ impl Checkpoint {
 
 impl OpenFile {
     fn open(path: &Path, name: String) -> Result<Self, SafetensorsError> {
-        // Without O_NONBLOCK, opening a named pipe would wait for ever.
+        // Without O_NONBLOCK, opening a named pipe would wait without end.
         let opened = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK | libc::O_CLOEXEC).open(path);
         let io = |source| SafetensorsError::io(&name, source);
         let file = opened.map_err(io)?;

@@ -1,4 +1,4 @@
-//! What can be wrong with a checkpoint. Every message names the file and, where one is at fault, the tensor; none shows contents.
+//! Errors of checkpoints. Every message names the file and any tensor at fault; none shows contents.
 
 use std::io;
 

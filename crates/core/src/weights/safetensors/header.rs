@@ -1,8 +1,8 @@
-//! The header of one safetensors file: which tensors it holds and where.
+//! The header of one safetensors file: its tensors and their places.
 //!
-//! Decides whether a header is one, by the rules of the format (safetensors 0.7, `tensor.rs`: `Metadata::validate`): ranges lie end to end from
-//! 0 to the end of the file, each as long as its type and shape say, no name twice. Memory grows with the header's own length only,
-//! which the caller compared with the file's.
+//! Decides whether a header is valid, by the rules of the format (safetensors 0.7, `tensor.rs`: `Metadata::validate`). Ranges are end to
+//! end from 0 to the end of the file, each with the length of its type and shape, and no name occurs twice. Memory grows only with the
+//! header's length, which the caller compared with the file's.
 
 use std::collections::{BTreeMap, HashSet};
 use std::fmt;
@@ -32,12 +32,12 @@ pub struct HeaderTensor {
     pub end: u64,
 }
 
-/// What a header says, checked.
+/// A valid header.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Header {
-    /// Tensors in the order in which they lie in the file; empty ones of one place by name.
+    /// Tensors in the order of the file; empty ones at one place by name.
     pub tensors: Vec<HeaderTensor>,
-    /// Free text that the writer left; `format` is `pt` for PyTorch.
+    /// Free text from the writer; `format` is `pt` for PyTorch.
     pub metadata: BTreeMap<String, String>,
 }
 
@@ -64,7 +64,7 @@ pub fn parse_header(file: &str, json: &[u8], data_bytes: u64) -> Result<Header, 
     let mut found = Found::default();
     let mut reader = serde_json::Deserializer::from_slice(json);
     if let Err(error) = found.deserialize(&mut reader).and_then(|()| reader.end()) {
-        // The parser's own words may quote the file; its place and kind do not.
+        // The parser's message may quote the file; its place and kind do not.
         let place = format!("line {} column {}", error.line(), error.column());
         return Err(match found.at {
             Some(tensor) => SafetensorsError::tensor(
@@ -130,7 +130,7 @@ fn check(file: &str, found: Found, data_bytes: u64) -> Result<Header, Safetensor
     Ok(Header { tensors, metadata: found.metadata })
 }
 
-/// What one tensor's object in the header says, unchecked.
+/// One tensor's object in the header, unchecked.
 #[derive(Deserialize)]
 struct Said {
     dtype: String,
@@ -138,7 +138,7 @@ struct Said {
     data_offsets: (u64, u64),
 }
 
-/// All that a header says, in its order. A map would drop one of two equal names in silence.
+/// All entries of a header, in its order. A map would silently drop one of two equal names.
 #[derive(Default)]
 struct Found {
     tensors: Vec<(String, Said)>,

@@ -1,7 +1,7 @@
-//! The index of a sharded checkpoint: which file holds which tensor (transformers: `model.safetensors.index.json`).
+//! The index of a sharded checkpoint: the file of each tensor (transformers: `model.safetensors.index.json`).
 //!
-//! Decides whether an index is one. A file name in it must be a plain name in the checkpoint's own directory: an index is not a way
-//! to other files of the machine.
+//! Decides whether an index is valid. A file name in it must be a plain name in the checkpoint's own directory: an index must not lead to
+//! other files of the machine.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -20,7 +20,7 @@ struct Index {
     weight_map: WeightMap,
 }
 
-/// Pairs in their order, duplicates kept so that they are seen.
+/// Pairs in their order. Duplicates are kept, so that they can be refused.
 struct WeightMap(Vec<(String, String)>);
 
 impl<'de> Deserialize<'de> for WeightMap {

@@ -1,15 +1,15 @@
-//! Safetensors files that are written as the stream arrives: their headers, and where each part of the stream goes.
+//! Safetensors files that are written as the stream arrives: their headers, and the place of each part of the stream.
 //!
-//! Decides names, headers and places from a layout alone, so a receiver writes every part at its final place and the files are whole when
-//! the stream is. Tensors of a file are ordered by falling element size, as safetensors' own writer does, so that each is aligned.
-//! Tensors of a draft model stand there by their full names. It never opens a file.
+//! Decides names, headers and places from a layout alone. So a receiver writes every part at its final place, and the files are complete
+//! when the stream is. Tensors of a file are sorted by falling element size, like safetensors' own writer does, so that each is aligned.
+//! Tensors of a draft model have their full names. It never opens a file.
 
 use std::fmt::Write as _;
 
 use super::{INDEX_FILE, MAX_HEADER_BYTES, SINGLE_FILE, SafetensorsError};
 use crate::weights::{Entry, Layout};
 
-/// Tensors start at a multiple of this in the file, so that a mapped file has them aligned.
+/// Tensors start at a multiple of this in the file, so that they are aligned in a mapped file.
 const DATA_ALIGNMENT: usize = 64;
 
 /// A file to be written.
@@ -23,32 +23,32 @@ pub struct PlannedFile {
     pub bytes: u64,
 }
 
-/// Where a part of the stream goes.
+/// The place of a part of the stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Segment {
     /// Position in [`SafetensorsPlan::files`].
     pub file: usize,
     /// First byte in that file.
     pub file_offset: u64,
-    /// First byte in the part that was asked about.
+    /// First byte in the requested part.
     pub in_part: u64,
     /// Length in bytes, at least 1.
     pub bytes: u64,
 }
 
-/// Files of a version, and the way from stream to files.
+/// Files of a version, and the mapping from stream to files.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SafetensorsPlan {
     /// Files with tensors, in order.
     pub files: Vec<PlannedFile>,
-    /// Name and contents of the index, when there is more than one file.
+    /// Name and contents of the index, if there is more than one file.
     pub index: Option<(String, Vec<u8>)>,
     /// File and file offset of each tensor, in layout order.
     places: Vec<(usize, u64)>,
 }
 
 impl SafetensorsPlan {
-    /// Plans one file, or with `shard_bytes` files of at most so many bytes of tensors each (a larger tensor has a file of its own).
+    /// Plans one file, or with `shard_bytes` files of at most so many bytes of tensors (a larger tensor has a file of its own).
     pub fn new(layout: &Layout, shard_bytes: Option<u64>) -> Result<Self, SafetensorsError> {
         let shards = cut(layout, shard_bytes.unwrap_or(u64::MAX));
         let count = shards.len();
@@ -64,7 +64,7 @@ impl SafetensorsPlan {
         Ok(plan)
     }
 
-    /// Where the part of the stream of `layout` (the one planned for) from `offset` on goes. Gaps of the stream go nowhere.
+    /// The places of `bytes` bytes from `offset` on of the stream of `layout` (the planned one). Gaps of the stream have none.
     pub fn segments<'a>(&'a self, layout: &'a Layout, offset: u64, bytes: u64) -> impl Iterator<Item = Segment> + 'a {
         layout.parts(offset, bytes).filter_map(|part| {
             let (file, start) = self.places.get(part.index)?;
@@ -72,7 +72,7 @@ impl SafetensorsPlan {
         })
     }
 
-    /// Bytes of all files together, the index included: what the directory needs.
+    /// Bytes of all files, including the index: the space that the directory needs.
     pub fn total_bytes(&self) -> u64 {
         let index = self.index.as_ref().map_or(0, |(_, json)| json.len() as u64);
         self.files.iter().fold(index, |sum, file| sum.saturating_add(file.bytes))

@@ -23,7 +23,7 @@ fn known_bytes_have_known_sums() {
     assert_eq!(gsum64(&[0; 8]), 0x7F4A_7C15_u64.wrapping_mul(0x9E37_79B9).wrapping_add(spread));
     assert_eq!(gsum64(&[]), 0);
     assert_ne!(gsum64(&[0; 8]), gsum64(&[0; 16]));
-    // A short tail counts as if zeros followed; the length is the layout's matter.
+    // A short tail is padded with zeros; only the layout knows the length.
     assert_eq!(gsum64(&[7, 0, 0]), gsum64(&[7, 0, 0, 0, 0, 0, 0, 0]));
 }
 
@@ -55,7 +55,7 @@ proptest! {
         prop_assert!(bytes[..8] == bytes[8..16] || gsum64(&bytes) != gsum64(&swapped));
     }
 
-    /// Some buckets pass the CPU, of others only the shares that a GPU computed are known: the digests are the same.
+    /// For some buckets the bytes are known, for others only the shares that a GPU computed: the digests are the same.
     #[test]
     fn shares_of_buckets_give_the_digests_of_the_bytes(specs in tensors(), by_share in prop::collection::vec(any::<bool>(), 8)) {
         let layout = Arc::new(Layout::new("model", specs, 128).unwrap());

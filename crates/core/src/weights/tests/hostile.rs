@@ -1,4 +1,4 @@
-//! Headers, indexes and directories that lie: each must end in an error that names the file and the tensor.
+//! Headers, indexes and directories with false contents: each must cause an error with the file and the tensor.
 
 use std::fs;
 use std::path::Path;

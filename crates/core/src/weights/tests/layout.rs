@@ -60,7 +60,7 @@ fn a_layout_that_lies_is_refused() {
         let mut layout = good.clone();
         lie(&mut layout);
         assert!(layout.validate().is_err(), "lie {number} was believed");
-        // Anyone who works with it before the check must not fall over it.
+        // Use before the check must not panic.
         let _ = (layout.bucket_count(), layout.buckets().take(5).count(), layout.parts(0, u64::MAX).count());
     }
 }

@@ -8,7 +8,7 @@ use super::{pattern, tensor, tensors};
 use crate::weights::safetensors::{Checkpoint, INDEX_FILE, SINGLE_FILE, SafetensorsPlan};
 use crate::weights::{Dtype, Layout};
 
-/// Writes the stream of a layout to planned files, in parts that come in any order.
+/// Writes the stream of a layout to planned files, in parts in any order.
 fn write(directory: &Path, layout: &Layout, plan: &SafetensorsPlan, stream: &[u8], part: usize, backwards: bool) {
     let files: Vec<_> = plan.files.iter().map(|file| fs::File::create(directory.join(&file.name)).unwrap()).collect();
     for (file, planned) in files.iter().zip(&plan.files) {
@@ -64,7 +64,7 @@ proptest! {
             checkpoint.read_tensor(index, 0, &mut bytes).unwrap();
             prop_assert_eq!(&bytes[..], &stream[entry.offset as usize..entry.end() as usize]);
         }
-        // The checkpoint laid out again reads the same in parts of any length as in one.
+        // A new layout of the checkpoint reads the same bytes, in parts of any length.
         let again = Layout::new("model", checkpoint.specs(), 64).unwrap();
         let mut whole = vec![1; again.total_bytes as usize];
         checkpoint.read_stream(&again, 0, &mut whole).unwrap();

@@ -32,7 +32,7 @@ fn older_agents_read_no_sections_and_refuse_a_draft() {
     let json = serde_json::to_value(both()).unwrap();
     assert_eq!(json["entries"][2]["section"], "draft");
     assert_eq!(serde_json::from_value::<Layout>(json).unwrap(), both());
-    // Who does not know the field sees a tensor twice, or a layout with another digest.
+    // A reader that does not know the field sees a tensor twice, or a layout with another digest.
     let mut unknown = both();
     unknown.entries[2].tensor.section = Section::Model;
     assert!(unknown.validate().is_err());

@@ -1,4 +1,4 @@
-//! blake3 of tensors in blocks: the same as in one piece.
+//! blake3 of tensors in blocks equals blake3 in one piece.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! What engines are sent: every tensor whole, once, aligned, one element type a broadcast.
+//! The tensors that engines receive: each whole, once, aligned, with one element type in a broadcast.
 
 use proptest::prelude::*;
 
@@ -68,7 +68,7 @@ proptest! {
                 prop_assert_eq!(bytes, wire.bytes);
                 prop_assert!(bytes > 0, "engines refuse an empty bucket without entering it");
                 prop_assert_eq!(wire.runs.iter().map(|(_, bytes)| bytes).sum::<u64>(), wire.bytes);
-                // Reading the runs in order gives the tensors in order.
+                // The runs in order contain the tensors in order.
                 let mut read = wire.runs.iter().flat_map(|(offset, length)| *offset..offset + length);
                 for tensor in &wire.tensors {
                     let entry = &layout.entries[*tensor];
