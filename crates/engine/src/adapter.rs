@@ -1,8 +1,8 @@
 //! An engine on top of its server's calls: health checks, installs and their steps, once for all kinds.
 //!
-//! Decides who may change the engine (one at a time) and what a look says. An install is a [`session::Session`], fed in one of four ways: a
-//! directory ([`install`]), host memory ([`host`]), GPU memory or the engine's own group ([`device`]). An engine that may hold half an update is
-//! never resumed here.
+//! Decides which caller may change the engine (one at a time) and the result of a check. An install is a [`session::Session`], fed in one
+//! of four ways: a directory ([`install`]), host memory ([`host`]), GPU memory or the engine's own group ([`device`]). This never resumes
+//! an engine that may hold half an update.
 
 mod actor;
 mod canary;
@@ -46,10 +46,10 @@ pub(super) struct Adapter<S>(Arc<Inner<S>>);
 
 struct Inner<S> {
     server: S,
-    /// The checkpoint that the server was started with, as this process sees it: from the settings, or else the path that the server names,
-    /// if there is one here.
+    /// The checkpoint with which the server was started, as this process sees it: from the settings, or the path that the server reports,
+    /// if it exists here.
     served_model: parking_lot::Mutex<Result<PathBuf, String>>,
-    /// Where processes are seen.
+    /// The directory of processes (`/proc`).
     processes: PathBuf,
     start: StartWatch,
     /// Held during each change of the engine: two installs, or an install and a resume, must not overlap.
@@ -57,12 +57,12 @@ struct Inner<S> {
     group: LastGroup,
     proven: Proven,
     mixed: Mixed,
-    /// True while the engine core may be too busy to answer because of us.
+    /// True while the engine core may be too busy with our work to respond.
     loading: AtomicBool,
 }
 
 impl<S: Server> Adapter<S> {
-    /// `record` is the path of its record; other files are kept next to it.
+    /// `record` is the path of its record; other files are stored next to it.
     pub(super) fn new(server: S, served_model: Option<PathBuf>, record: Option<&Path>, processes: PathBuf) -> Self {
         let served_model = served_model.ok_or_else(|| "the engine was not asked for its checkpoint yet".to_owned());
         let inner = Inner {
@@ -85,14 +85,14 @@ impl<S: Server> Inner<S> {
         self.served_model.lock().clone().ok()
     }
 
-    /// Finds the server's checkpoint by its own word for it; else why versions cannot be compared with it.
+    /// Finds the server's checkpoint by the name that the server reports; otherwise, why versions cannot be compared with it.
     async fn find_served_model(&self, until: Until) {
         let named = self.server.startup_checkpoint(until).await;
         let found = named.map_err(|error| format!("the engine does not name its checkpoint: {error}"));
         *self.served_model.lock() = found.and_then(|name| served::find(&name, &self.processes));
     }
 
-    /// Whether these tensors are a whole replacement for what the server was started with.
+    /// Whether these tensors replace all tensors of the server's start-up checkpoint.
     fn fits(&self, tensors: &[TensorSpec]) -> Result<Fit, EngineError> {
         let served = match self.served_model.lock().clone() {
             Ok(served) => served,
@@ -102,13 +102,13 @@ impl<S: Server> Inner<S> {
         self.server.fits(&served, &model)
     }
 
-    /// Waits for the turn to change the engine.
+    /// Waits for the lock on changes of the engine.
     async fn turn(&self, until: Until) -> Result<OwnedMutexGuard<()>, EngineError> {
         let timeout = EngineError::Timeout { url: self.server.url().to_owned(), deadline: until.total() };
         tokio::time::timeout(until.left(), Arc::clone(&self.turn).lock_owned()).await.map_err(|_| timeout)
     }
 
-    /// Writes the version field and remembers what must be found there from now on.
+    /// Writes the version field and remembers its expected content.
     async fn write(&self, holding: Holding, until: Until) -> Result<(), EngineError> {
         self.start.writing();
         let written = self.server.write(&holding, until).await;
@@ -116,7 +116,7 @@ impl<S: Server> Inner<S> {
         written
     }
 
-    /// Lets the engine run and sees that it does; asks again until the deadline, because a pause that we gave up may still take effect.
+    /// Resumes the engine and checks that it runs. Repeats this until the deadline, because a pause that we gave up may still take effect.
     async fn run_again(&self, until: Until) -> Result<(), EngineError> {
         loop {
             let tried = match self.server.unpause(until).await {
@@ -126,7 +126,7 @@ impl<S: Server> Inner<S> {
             let wait = Duration::from_millis(50);
             match tried {
                 Ok(false) => return Ok(()),
-                // An engine that is gone is not paused, and will not respond a second time either.
+                // An engine that is gone is not paused, and does not respond to a second request either.
                 Err(error @ EngineError::Unreachable { .. }) => return Err(error),
                 Err(error) if until.left() <= wait => return Err(error),
                 Ok(true) if until.left() <= wait => {
@@ -141,7 +141,7 @@ impl<S: Server> Inner<S> {
     async fn health(&self, until: Until) -> Result<Health, EngineError> {
         let judged = async {
             let (before, start) = self.sight(until).await?;
-            // With the lock held, our own sleep is not taken for another client's. An engine with half an update may be woken here.
+            // With the lock held, our own sleep cannot be mistaken for another client's. An engine with half an update may be woken here.
             let start = match self.turn.try_lock() {
                 Ok(_turn) if !before.is_half() => self.look_whether_it_sleeps(until).await.map(|_| self.start.last())?,
                 _ => start,
@@ -151,7 +151,7 @@ impl<S: Server> Inner<S> {
         let busy = || Health { start: self.start.last(), holding: None };
         if !self.loading.load(Ordering::Acquire) {
             return match judged.await {
-                // The load began while this call was under way: the core is busy because of us.
+                // The load began during this call: the core is busy with our work.
                 Err(EngineError::Timeout { .. }) if self.loading.load(Ordering::Acquire) => Ok(busy()),
                 judged => judged,
             };
@@ -160,7 +160,7 @@ impl<S: Server> Inner<S> {
         Ok(busy())
     }
 
-    /// The caller has the turn.
+    /// The caller holds the lock.
     async fn look_whether_it_sleeps(&self, until: Until) -> Result<bool, EngineError> {
         let sleep = self.server.sleeps(until).await?;
         self.start.slept(sleep);
@@ -177,7 +177,8 @@ impl<S: Server> Inner<S> {
         }
         let asked = match self.server.is_paused(until).await {
             Ok(false) => self.server.generate(until).await,
-            // Which of the two passes the engine core differs: SGLang's scheduler reports the start, vLLM's core the version.
+            // It depends on the server which of the two involves the engine core: SGLang's scheduler reports the start, vLLM's core the
+            // version.
             Ok(true) => match self.server.fingerprint(until).await {
                 Ok(_) => self.server.holding(until).await.map(drop),
                 Err(error) => Err(error),
@@ -238,7 +239,7 @@ impl<S: Server> Engine for Adapter<S> {
     async fn until_lost(&self) {
         match self.0.start.line() {
             Some(line) => line.broke().await,
-            // No one listened: who comes is found by the next look.
+            // There is no connection: the next check finds a new process.
             None => std::future::pending().await,
         }
     }
@@ -253,7 +254,7 @@ impl<S: Server> Engine for Adapter<S> {
 
     async fn install(&self, job: &InstallJob) -> Result<InstallReport, InstallError> {
         let (inner, job) = (Arc::clone(&self.0), job.clone());
-        // A task of its own: an agent that drops this future (a select, a fenced epoch) must not leave the engine paused in the middle.
+        // A separate task: if an agent drops this future (a select, a fenced epoch), the engine must not stay paused in the middle.
         let installed = tokio::spawn(async move { inner.install(&job).await }).await;
         installed.unwrap_or(Err(InstallError { step: "start", left: Left::Mixture, source: EngineError::Cancelled }))
     }

@@ -1,8 +1,8 @@
-//! What a canary asks, and whether an engine's answer is as it must be: a fixed prompt, and a log-prob for each token that follows it.
+//! The canary's question, and the judgement of an engine's answer: a fixed prompt, and a log-prob for each token that follows it.
 //!
-//! Pure. Every log-prob must be a number within the range that the object expects; one that is missing, NaN or infinite is refused, because
-//! that is what weights with a NaN in them give. It never takes an answer without log-probs for a good one: an engine that gives none
-//! cannot be asked, and says so by [`EngineError::Unsupported`].
+//! Pure. Every log-prob must be a number within the range that the object expects. A missing, NaN or infinite one is refused, because
+//! weights with a NaN give that. It never accepts an answer without log-probs: an engine that gives none cannot have a canary, and reports
+//! that by [`EngineError::Unsupported`].
 
 use serde_json::{Value, json};
 
@@ -10,15 +10,15 @@ use super::EngineError;
 use super::http::{Answer, Reply};
 use weightsync_core::protocol::CanaryPolicy;
 
-/// Log-probs of the tokens of one answer, in their order; none where the engine wrote no number (JSON has no NaN).
+/// Log-probs of the tokens of one answer, in their order; `None` where the engine wrote no number (JSON has no NaN).
 pub(super) type LogProbs = Vec<Option<f64>>;
 
-/// The body of `/v1/completions`: the likeliest token each time; `alternatives` are log-probs of others that are asked for besides.
+/// The body of `/v1/completions`: greedy decoding; `alternatives` is the number of additional log-probs for each token.
 pub(super) fn question(model: &str, canary: &CanaryPolicy, alternatives: u32) -> Value {
     json!({"model": model, "prompt": canary.prompt, "max_tokens": canary.max_tokens, "temperature": 0, "logprobs": alternatives})
 }
 
-/// The log-probs in an answer of `/v1/completions`. A server that refuses the question, or answers without log-probs, lacks `needs`.
+/// The log-probs in a response of `/v1/completions`. A server that refuses the question, or responds without log-probs, lacks `needs`.
 pub(super) fn of_completions(reply: Reply, kind: &str, needs: &str) -> Result<LogProbs, EngineError> {
     let answer = answer(reply, kind, needs)?;
     let choice = answer.value().pointer("/choices/0");
@@ -28,7 +28,7 @@ pub(super) fn of_completions(reply: Reply, kind: &str, needs: &str) -> Result<Lo
     answered(answer, log_probs, aborted, kind, needs)
 }
 
-/// A reply that may be an answer. What a server says when it does not take the question is not about the weights.
+/// A response that may contain an answer. A refusal of the question says nothing about the weights.
 pub(super) fn answer(reply: Reply, kind: &str, needs: &str) -> Result<Answer, EngineError> {
     match reply.status() {
         400..=499 | 501 => {
@@ -39,7 +39,7 @@ pub(super) fn answer(reply: Reply, kind: &str, needs: &str) -> Result<Answer, En
     }
 }
 
-/// The judgement of an answer: one that another client cut off has no result.
+/// The judgement of an answer; an answer that another client aborted has no result.
 pub(super) fn answered(
     answer: Answer,
     log_probs: Option<LogProbs>,
@@ -57,7 +57,7 @@ pub(super) fn answered(
     }
 }
 
-/// Whether these log-probs are within the object's range; else the measurement, as text.
+/// Whether these log-probs are within the object's range; otherwise the measurement, as text.
 pub(super) fn judge(canary: &CanaryPolicy, log_probs: &[Option<f64>]) -> Result<(), String> {
     let (least, greatest) = (f64::from(canary.least_log_prob_milli) / 1000.0, f64::from(canary.greatest_log_prob_milli) / 1000.0);
     let expected = format!("expected is {least} to {greatest}");
@@ -76,8 +76,8 @@ pub(super) fn judge(canary: &CanaryPolicy, log_probs: &[Option<f64>]) -> Result<
     Ok(())
 }
 
-/// What an engine that was asked and failed says of the weights, where it says anything: one that answers with an error of its own, or with
-/// something that is no JSON (`NaN` in Python's), computed no log-prob. Silence and a refused question say nothing.
+/// What a failed question shows about the weights. An engine that returns an error of its own, or no JSON (`NaN` in Python's), computed no
+/// log-prob. Silence and a refused question show nothing.
 pub(super) fn failed_to_compute(error: &EngineError) -> Option<String> {
     match error {
         EngineError::Status { status: 500..=599, .. } | EngineError::BadReply { .. } => {

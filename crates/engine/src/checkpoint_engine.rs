@@ -1,10 +1,10 @@
-//! The protocol of checkpoint-engine 0.4.2, which unmodified vLLM, SGLang and LMDeploy speak, from the side of its parameter server.
+//! The protocol of checkpoint-engine 0.4.2, which unmodified vLLM, SGLang and LMDeploy support, from the side of its parameter server.
 //!
-//! One ZeroMQ request socket for each GPU: we bind, the engine's worker connects and answers. First the memory (once), then for each bucket a
-//! list of what lies where, then twice nothing: after the first the memory is free, after the second the engine has finished
-//! (`checkpoint_engine/worker.py`). Answers are empty or the text of an error. All the while the engine's own call must be under way, and its
-//! end is watched: an engine that refuses at once would otherwise never be noticed (each side would wait for the other). Decides nothing
-//! about the engine's state; never reads a pickle.
+//! One ZeroMQ request socket for each GPU: this side binds, the engine's worker connects and replies. First comes the memory (once), then
+//! for each bucket a list of its tensors, then two empty messages. After the first one the memory is free, after the second the engine has
+//! finished (`checkpoint_engine/worker.py`). Replies are empty or the text of an error. The engine's own call must be in progress all the
+//! time, and its end is watched: otherwise both sides would wait for each other after an early refusal. Decides nothing about the engine's
+//! state; never reads a pickle.
 
 use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::path::Path;
@@ -26,14 +26,14 @@ use weightsync_torch::{Device, Piece, SharedTensor, checkpoint_engine_bucket};
 
 /// Longest path of a unix socket, with its final zero.
 const LONGEST_PATH: usize = 108;
-/// Between two looks whether the worker has connected.
+/// Interval at which it checks whether the worker has connected.
 const CONNECTING: Duration = Duration::from_millis(2);
 /// Longest wait for the engine's error text after it refused.
 const LAST_WORDS: Duration = Duration::from_secs(2);
-/// Part of an engine's error that ours shows, in characters, from its end: tracebacks say what happened in their last line.
+/// Part of an engine's error that ours shows, in characters, from its end: a traceback has the cause in its last line.
 const SHOWN: usize = 512;
 
-/// What the memory of one GPU is for the engine's worker there.
+/// The memory of one GPU, for the engine's worker there.
 struct Channel {
     gpu: String,
     /// Removes its path when it is dropped.
@@ -47,7 +47,7 @@ pub(super) type Call = BoxFuture<'static, Result<(), EngineError>>;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Then {
     More,
-    /// The end of the engine's call: its last answers and the reply to its call come at once.
+    /// The end of the engine's call: its last replies and the response to its call come at once.
     End,
 }
 
@@ -56,12 +56,12 @@ pub(super) struct ParameterServer {
     channels: Vec<Channel>,
     /// The engine's call, once it was made; its result, once it ended.
     call: Option<JoinHandle<Result<(), EngineError>>>,
-    /// The memory that was named to the workers, in the order of channels.
+    /// The memory that the workers received, in the order of channels.
     memory: Option<Vec<(IpcHandle, u64)>>,
 }
 
 impl ParameterServer {
-    /// Binds one socket for each GPU in `folder`, and says under which address the engine finds each.
+    /// Binds one socket for each GPU in `folder`, and returns the address of each for the engine.
     pub(super) async fn bind(
         url: &str,
         gpus: &[String],
@@ -77,7 +77,7 @@ impl ParameterServer {
         made.map_err(|error| cannot(format!("{} cannot be made: {error}", folder.display())))?;
         let (mut channels, mut handles) = (Vec::new(), serde_json::Map::new());
         for gpu in gpus {
-            // Short, because the path of a socket is.
+            // Short, because socket paths are limited.
             let name: String = uuid::Uuid::new_v4().simple().to_string().chars().take(16).collect();
             let (path, seen) = (folder.join(&name), in_engine.join(&name));
             if path.as_os_str().len().max(seen.as_os_str().len()) >= LONGEST_PATH {
@@ -94,12 +94,12 @@ impl ParameterServer {
         Ok((Self { url: url.to_owned(), channels, call: None, memory: None }, handles))
     }
 
-    /// Makes the engine's call. It must be under way before the first bucket.
+    /// Makes the engine's call. It must be in progress before the first bucket.
     pub(super) fn call(&mut self, call: Call) {
         self.call = Some(tokio::spawn(call));
     }
 
-    /// Hands one bucket over; returns when every worker has loaded it and its device is idle.
+    /// Passes one bucket; returns when every worker has loaded it and its device is idle.
     pub(super) async fn bucket(&mut self, bucket: &DeviceBucket, pieces: &[Piece<'_>], until: Until) -> Result<(), EngineError> {
         let places: Vec<&DevicePlace> = self.channels.iter().map(|channel| bucket.on(&channel.gpu)).collect::<Result<_, _>>()?;
         let memory: Vec<(IpcHandle, u64)> = places.iter().map(|place| (place.handle, place.allocation_bytes)).collect();
@@ -138,23 +138,23 @@ impl ParameterServer {
         self.memory.is_some()
     }
 
-    /// Ends it: the workers let the memory go, and finish.
+    /// Ends it: the workers release the memory, and finish.
     pub(super) async fn close(&mut self, until: Until) -> Result<(), EngineError> {
         let nothing = vec![Value::None; self.channels.len()];
         if self.memory.is_some() {
             self.exchange(&nothing, Then::More, until).await?;
             self.exchange(&nothing, Then::End, until).await?;
         }
-        // After the last answer only the reply to the call is left.
+        // After the last reply, only the response to the call is left.
         self.ended(until).await
     }
 
-    /// Has the workers give up. They answer by ending their call.
+    /// Makes the workers give up. They respond by the end of their call.
     pub(super) async fn fail(&mut self, reason: &str, until: Until) {
         let reason: String = reason.chars().take(SHOWN).collect();
         let error = Value::Call(Box::new(Value::Global("builtins", "RuntimeError")), vec![Value::text(reason)]).pickle();
         let notified = self.channels.iter_mut().map(|channel| async {
-            // A worker in the middle of a bucket must answer before it can get another message.
+            // A worker in the middle of a bucket must reply before it can receive another message.
             let _answer = channel.socket.recv().await;
             let _sent = channel.socket.send(Bytes::from(error.clone()).into()).await;
         });
@@ -166,7 +166,7 @@ impl ParameterServer {
         }
     }
 
-    /// Sends one message to each worker and waits for all answers, unless the engine's call ends first.
+    /// Sends one message to each worker and waits for all replies, unless the engine's call ends first.
     async fn exchange(&mut self, messages: &[Value], then: Then, until: Until) -> Result<(), EngineError> {
         let timeout = EngineError::Timeout { url: self.url.clone(), deadline: until.total() };
         let Some(call) = self.call.as_mut() else {
@@ -223,7 +223,7 @@ impl Drop for ParameterServer {
 }
 
 impl Channel {
-    /// One request and its answer; a worker that has not connected yet is waited for. The error is the worker's text.
+    /// One request and its reply; waits for a worker that has not connected yet. The error is the worker's text.
     async fn ask(&mut self, message: &Value) -> Result<(), String> {
         let message = Bytes::from(message.pickle());
         while let Err(error) = self.socket.send(message.clone().into()).await {

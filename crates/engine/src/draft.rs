@@ -1,7 +1,7 @@
-//! Whether the draft model of a version can be brought into an engine, by the way that its bytes would come.
+//! Whether the draft model of a version can be loaded into an engine by a route.
 //!
-//! A draft model that keeps its old weights makes no answer wrong, only slow, so no engine complains about one. That is why it is asked before
-//! a byte moves: a version with a draft model counts where an engine took all of both, and is refused elsewhere with what would help.
+//! A draft model with old weights makes no answer wrong, only slow, so no engine complains about one. So this is checked before a byte
+//! moves. A version with a draft model counts on an engine that accepted both models; otherwise it is refused, with the remedy.
 
 use super::EngineError;
 
@@ -12,11 +12,11 @@ pub enum DraftWay {
     Group,
     /// From shared memory of the host that the workers read.
     HostMemory,
-    /// From a directory, or from GPU memory of the agent's workers: no engine has a call that says which model a tensor is for.
+    /// From a directory, or from GPU memory of the agent's workers: no engine has a call that names the model of a tensor.
     Other,
 }
 
-/// The refusal of an engine of this kind, which cannot take one by that way.
+/// The refusal of an engine of this kind that cannot take one by that route.
 pub fn untaken(kind: &str, way: DraftWay) -> EngineError {
     let way = match way {
         DraftWay::Group => "from a group",
@@ -33,7 +33,7 @@ pub fn untaken(kind: &str, way: DraftWay) -> EngineError {
     }
 }
 
-/// The refusal of a server that drafts with no model.
+/// The refusal of a server without a draft model.
 pub(super) fn none_there(option: &str) -> EngineError {
     EngineError::Unsupported {
         what: "the version has a draft model, and the server was started without one".into(),

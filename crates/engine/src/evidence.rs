@@ -1,7 +1,7 @@
 //! Evidence that does not depend on the engine's report: the kernel shows whether a process opened the weight files of a version.
 //!
-//! An engine that acknowledges a load without reading anything (lightseekorg/tokenspeed#1373: "reports success without transferring")
-//! is found here. Decides only "at least one weight file was opened"; that the bytes were right is for digests and log-probs to show.
+//! This detects an engine that acknowledges a load without reading anything (lightseekorg/tokenspeed#1373: "reports success without
+//! transferring"). Decides only "at least one weight file was opened"; digests and log-probs show that the bytes were right.
 
 use std::mem::MaybeUninit;
 use std::os::fd::OwnedFd;
@@ -14,7 +14,7 @@ use rustix::io::Errno;
 pub(super) struct Evidence(OwnedFd);
 
 impl Evidence {
-    /// None when the files cannot be watched (no inotify left for this user, or none of them can be seen from here): nothing is proven then.
+    /// `None` if the files cannot be watched (no inotify left for this user, or none of them visible here): then nothing is proven.
     pub(super) fn watch(directory: &Path) -> Option<Self> {
         let queue = inotify::init(CreateFlags::CLOEXEC | CreateFlags::NONBLOCK).ok()?;
         let mut watched = false;

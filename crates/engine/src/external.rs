@@ -1,8 +1,7 @@
-//! An engine that the user's own data plane feeds (`delivery: External`): the mark before, and the proof after the transfer.
+//! An engine that the user's own data plane feeds (`delivery: External`): the mark before the transfer, and the proof after it.
 //!
-//! No agent sees these bytes, so nothing here proves that the weights are right. What can be proven: that it is the same start of the
-//! engine that was marked, that the engine reports the version that the trainer announced (where it says so), and that it generates a
-//! token.
+//! No agent sees these bytes, so nothing here proves that the weights are right. It proves three things: it is the same start of the engine
+//! that was marked; the engine reports the announced version (if it reports one); and it generates a token.
 
 use std::time::Duration;
 
@@ -16,7 +15,7 @@ use weightsync_core::protocol::HeldVersion;
 #[allow(missing_docs)]
 pub struct ExternalMark {
     pub start: EngineStart,
-    /// What distinguishes that start, in the server's words.
+    /// Text from the server that distinguishes that start.
     pub(super) fingerprint: String,
     pub(super) before: Holding,
     pub version: HeldVersion,
@@ -26,23 +25,23 @@ pub struct ExternalMark {
 #[allow(missing_docs)]
 pub struct ExternalProof {
     pub mark: ExternalMark,
-    /// What it must report as its weight version; none when the data plane writes nothing there.
+    /// The expected weight version; `None` if the data plane writes none.
     pub engine_version: Option<String>,
     pub timeout: Duration,
 }
 
-/// Marks and proves. It never pauses, resumes or loads: that is the data plane's business.
+/// Marks and proves. It never pauses, resumes or loads: the data plane does that.
 #[async_trait]
 pub trait External: Send + Sync {
     /// Writes the mark of a half update, before the data plane touches the engine.
     async fn mark(&self, version: &HeldVersion, deadline: Duration) -> Result<ExternalMark, EngineError>;
 
-    /// Whether the marked start still answers. [`EngineError::Timeout`] says nothing: an engine in a collective may be busy.
+    /// Whether the marked start still responds. [`EngineError::Timeout`] shows nothing: an engine in a collective may be busy.
     async fn alive(&self, mark: &ExternalMark, deadline: Duration) -> Result<(), EngineError>;
 
-    /// Proves what can be proven; the engine then carries the version's text, or what the data plane wrote.
+    /// Proves what can be proven. Afterwards the engine carries the version's text, or the data plane's own.
     async fn prove(&self, proof: &ExternalProof) -> Result<InstallReport, InstallError>;
 
-    /// Takes the mark back: the data plane never touched the engine.
+    /// Removes the mark: the data plane never changed the engine.
     async fn take_back(&self, mark: &ExternalMark, deadline: Duration) -> Result<(), EngineError>;
 }

@@ -1,5 +1,5 @@
-//! What a person and a trainer do in a group's life besides publishing good versions: a version is named to go back to, a version is bad,
-//! engines take none for a while. Each story is played without a fault first, and then with every fault at its steps.
+//! The actions of users and trainers besides publishing good versions: a target version, a bad version, engines that accept none for a
+//! while. Each scenario is played without a fault first, and then with every fault at its steps.
 
 use weightsync_core::membership::MembershipConfig;
 use weightsync_core::protocol::{CanaryPolicy, UpdatePolicy, Version};
@@ -10,29 +10,29 @@ use super::names::config;
 use super::play::{Played, every_fault};
 use super::world::World;
 
-/// What an act has to show itself: the trainer looks after its version each second.
+/// Time for an act to take effect: the trainer checks its version each second.
 pub(super) const SEEN: u64 = 2_500;
 /// Longest act, without a fault.
 const LONGEST: u64 = 40_000;
-/// Epochs that one fault may make in a story: engines that take nothing cause some by themselves.
+/// Most epochs that one fault may cause in a scenario: engines that accept nothing cause some by themselves.
 const EPOCHS: usize = 60;
-/// How long members may be held off that refused versions for a while.
+/// Longest back-off of members that refused versions for a while.
 const HOLD_OFF: u64 = 120_000;
 
-/// One thing that is done.
+/// One action.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Act {
     /// The trainer has another version.
     Publish,
-    /// The same, and the canary of these rollouts refuses it.
+    /// The same, but the canary of these rollouts refuses it.
     PublishBad(&'static [usize]),
     /// The spec names a version, or none any more.
     Target(Option<Version>),
-    /// These engines take no version, and the others do.
+    /// These engines accept no version; the others do.
     Deaf(&'static [usize]),
 }
 
-/// Acts that follow the first version, in a group with rules of its own.
+/// Actions after the first version, in a group with its own rules.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Story {
     pub name: &'static str,
@@ -42,13 +42,13 @@ pub(super) struct Story {
     pub canary: bool,
     pub max_skew: Option<Version>,
     pub acts: &'static [Act],
-    /// Acts at the steps of which faults are done, as in `from..to`.
+    /// The actions during which faults are injected, as in `from..to`.
     pub faults_in: (usize, usize),
-    /// Of so many steps faults are done at one: worlds of more replicas take longer.
+    /// Faults are injected at one of so many steps: worlds with more replicas take longer.
     pub one_step_in: u64,
 }
 
-/// A group goes back to a version that it keeps, is held there, and goes on with a higher one.
+/// A group returns to a version that it keeps, stays there, and continues with a higher one.
 pub(super) const GOING_BACK: Story = Story {
     name: "going back",
     rollouts: 2,
@@ -61,7 +61,7 @@ pub(super) const GOING_BACK: Story = Story {
     one_step_in: 1,
 };
 
-/// One replica takes a version, so that it counts, and then the others refuse it.
+/// One replica accepts a version, so that it counts, and then the others refuse it.
 pub(super) const REFUSED_BY_MOST: Story = Story {
     name: "refused by most",
     rollouts: 3,
@@ -78,10 +78,10 @@ pub(super) const REFUSED_BY_MOST: Story = Story {
 pub(super) const REFUSED_BY_ALL: Story =
     Story { name: "refused by all", rollouts: 2, acts: &[Act::PublishBad(&[1, 2])], one_step_in: 1, ..REFUSED_BY_MOST };
 
-/// One of three refuses a version, which is that one's own affair.
+/// One of three refuses a version: this affects only that replica.
 pub(super) const REFUSED_BY_ONE: Story = Story { name: "refused by one", acts: &[Act::PublishBad(&[2])], ..REFUSED_BY_MOST };
 
-/// One replica is left behind by two versions, and may serve for one of them.
+/// One replica lacks two versions, and may serve while it lacks one.
 pub(super) const LEFT_BEHIND: Story = Story {
     name: "left behind",
     rollouts: 3,
@@ -94,7 +94,7 @@ pub(super) const LEFT_BEHIND: Story = Story {
     one_step_in: 5,
 };
 
-/// One replica is ahead of what counts by two versions that never counted, and another is behind by one.
+/// One replica has two newer versions that never counted, and another lacks one version.
 pub(super) const AHEAD: Story = Story {
     name: "ahead",
     acts: &[Act::Deaf(&[3]), Act::Publish, Act::Deaf(&[2, 3]), Act::Publish, Act::Publish, Act::Deaf(&[])],
@@ -110,7 +110,7 @@ impl Story {
         MembershipConfig { policy, ..rules }
     }
 
-    /// Plays it undisturbed, and calls `at` before each step of the acts that faults are done in.
+    /// Plays the scenario without faults. Calls `at` before each step of the actions with faults.
     pub(super) fn play(&self, mut at: impl FnMut(&World, &Event)) -> Result<Played, String> {
         let mut world = World::with_rules(self.rollouts, self.rules());
         world.acts = self.acts.iter().copied().collect();
@@ -144,14 +144,14 @@ impl Story {
 }
 
 impl World {
-    /// Does it.
+    /// Performs the action.
     pub(super) fn act(&mut self, act: Act) {
         match act {
             Act::Publish => self.wanted += 1,
             Act::PublishBad(slots) => {
                 self.wanted += 1;
                 for slot in slots {
-                    // Who refuses what the others take may be held off.
+                    // A member that refuses what the others accept may be backed off.
                     self.slots[*slot].guilty = true;
                     self.slots[*slot].sour.push(self.wanted);
                 }
@@ -175,7 +175,7 @@ impl World {
     }
 }
 
-/// Plays the basic faults at the steps of the story, and all others at every fifth of those.
+/// Plays the basic faults at the steps of the scenario, and all others at every fifth step.
 fn exhaust(story: &Story, at_least: u64) {
     let (mut played, mut steps, mut failures) = (Played::default(), 0_u64, Vec::new());
     let (faults, sampled) = (Fault::basic(story.rollouts), Fault::more(story.rollouts));

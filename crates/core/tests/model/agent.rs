@@ -1,7 +1,7 @@
-//! An abstract agent: the rules of epochs and updates that every real agent keeps, and nothing else.
+//! An abstract agent: the rules of epochs and updates that every real agent follows, and nothing else.
 //!
-//! It fences what is older, holds one epoch, and counts a version only when all of it arrived in one attempt of the epoch it is in.
-//! Time, network and death are the world's.
+//! It fences older epochs, holds one epoch, and counts a version only if all of it arrived in one attempt of its epoch. The world controls
+//! time, network and failures.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
@@ -15,7 +15,7 @@ pub(super) const SILENCE: u64 = 3_000;
 /// How long an engine takes to switch.
 pub(super) const INSTALL: u64 = 20;
 
-/// What agents say to each other.
+/// Messages between agents.
 #[derive(Debug, Clone)]
 pub(super) enum PeerMessage {
     Begin {
@@ -28,7 +28,7 @@ pub(super) enum PeerMessage {
     Activate {
         id: UpdateId,
     },
-    /// Where it stands, and whether that is because its canary refused what its engine answers.
+    /// The member's step, and whether its canary caused it by a refusal.
     Reply {
         id: UpdateId,
         step: InstallStep,
@@ -36,18 +36,18 @@ pub(super) enum PeerMessage {
     },
 }
 
-/// What an agent reminds itself of.
+/// Timers of an agent.
 #[derive(Debug, Clone)]
 pub(super) enum Reminder {
-    /// The engine is done switching.
+    /// The engine has switched.
     Installed(UpdateId, u32),
-    /// A leader's step has lasted long enough.
+    /// The time limit of a leader's step.
     StepOver(UpdateId, UpdatePhase),
-    /// A member heard nothing of this attempt.
+    /// The time limit of a member without a message of this attempt.
     Quiet(UpdateId, u32),
 }
 
-/// What an agent wants sent.
+/// The messages and timers that an agent requests.
 #[derive(Debug, Default)]
 pub(super) struct Wants {
     pub peers: Vec<(usize, PeerMessage)>,
@@ -70,7 +70,7 @@ pub(super) struct Leading {
     pub feeding: bool,
     pub phase: UpdatePhase,
     pub steps: BTreeMap<usize, Option<InstallStep>>,
-    /// Those whose canary refused the version.
+    /// Members whose canary refused the version.
     pub refused: BTreeSet<usize>,
 }
 
@@ -84,34 +84,34 @@ pub(super) struct Agent {
     digest: Option<String>,
     pub commit: Option<Rc<CommitRequest>>,
     pub retained: Option<HeldVersion>,
-    /// Earlier versions that it keeps as well, the last used first.
+    /// Earlier versions that it also keeps, the last used first.
     pub earlier: Vec<HeldVersion>,
-    /// Versions that its canary refused since it took one as high.
+    /// Versions that its canary refused since it accepted one as high.
     pub refused: Vec<RefusedVersion>,
-    /// Of a source: versions that the group refused, whose numbers are gone.
+    /// For a source: versions that the group refused; their numbers cannot be used again.
     pub gone: BTreeSet<Version>,
     /// The epoch in which it went back by itself.
     pub went_back: Option<EpochId>,
     pub installed: Option<HeldVersion>,
     pub dirty: bool,
     pub healthy: bool,
-    /// Which start of the engine.
+    /// Number of the engine's start.
     pub start: u32,
     pub incoming: Option<Incoming>,
     pub leading: Option<Leading>,
-    /// The version that the trainer wants out.
+    /// The version that the trainer wants to publish.
     pub pending: Option<Version>,
     pub attempts: u32,
-    /// Requests that it will still refuse.
+    /// Number of requests that it will still refuse.
     pub refusals: u32,
-    /// Installs that will still fail.
+    /// Number of installs that will still fail.
     pub bad_installs: u32,
-    /// Versions whose answers its canary will refuse.
+    /// Versions that its canary will refuse.
     pub sour: Vec<Version>,
-    /// Whether its engine takes no version now.
+    /// Whether its engine accepts no version now.
     pub deaf: bool,
     pub last_sent: Option<MemberState>,
-    /// What it said last of an update that it leads: anyone who listens again hears it.
+    /// The last report about an update that it leads. A new event stream repeats it.
     pub last_update: Option<UpdateView>,
 }
 
@@ -160,7 +160,7 @@ impl Agent {
     }
 
     pub(super) fn state(&self) -> MemberState {
-        // As the real one says it: while it is dirty it says nothing else.
+        // As a real agent reports it: while it is dirty, it reports nothing else.
         let phase = if self.dirty {
             MemberPhase::Dirty
         } else if self.incoming.is_some() || self.leading.is_some() {
@@ -197,8 +197,8 @@ impl Agent {
             refused: self.refused.clone(),
             statements: Vec::new(),
             engine,
-            // A paused engine fails its probes. (No agent counts them; the coordinator needs that only of a dirty one, whose state does not say
-            // that it is in an update.)
+            // A paused engine fails its probes. (No agent counts these failures. The coordinator needs that only for a dirty engine, whose
+            // state does not show that it is in an update.)
             healthy: self.slot == 0 || self.healthy && (self.dirty || !self.paused()),
             wedged: false,
             engine_restarts: 0,
@@ -216,7 +216,7 @@ impl Agent {
             || self.epoch.as_ref().is_some_and(|epoch| epoch != id && !id.supersedes(epoch))
     }
 
-    /// Ends whatever runs in the present epoch.
+    /// Aborts everything in the present epoch.
     fn abort(&mut self, wants: &mut Wants) {
         if self.installing() {
             self.dirty = true;
@@ -257,7 +257,7 @@ impl Agent {
         })
     }
 
-    /// Takes a commit; the world has played a leader's probe before.
+    /// Accepts a commit; the world has played a leader's probe before.
     pub(super) fn commit(&mut self, request: &Rc<CommitRequest>, wants: &mut Wants) -> Result<(), Refusal> {
         if self.refusals > 0 {
             self.refusals -= 1;
@@ -274,7 +274,7 @@ impl Agent {
         Ok(())
     }
 
-    /// Fence or release: the epoch, or any older one, is over.
+    /// Fence or release: the epoch, and any older one, has ended.
     pub(super) fn end(&mut self, id: &EpochId, wants: &mut Wants) {
         if self.fenced.as_ref().is_none_or(|fenced| id.supersedes(fenced)) {
             self.fenced = Some(id.clone());

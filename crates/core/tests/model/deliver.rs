@@ -1,4 +1,4 @@
-//! What happens when an event arrives: at the controller, at an agent, at a dead process, at the API server.
+//! The effect of an event when it arrives: at the controller, at an agent, at a dead process, at the API server.
 
 use std::rc::Rc;
 
@@ -11,7 +11,7 @@ use super::names::{member, slot_of};
 use super::world::{LATENCY, World};
 
 impl World {
-    /// Plays an event. Whatever is sent to a process that is gone comes back as a closed connection.
+    /// Plays an event. A message to a dead process returns as a closed connection.
     pub(super) fn deliver(&mut self, event: Event) {
         self.steps += 1;
         if let Some(slot) = receiver(&event)
@@ -81,12 +81,12 @@ impl World {
         }
     }
 
-    /// Whether that life of an agent runs in the slot.
+    /// Whether that incarnation of an agent runs in the slot.
     fn at(&self, slot: usize, life: &Incarnation) -> bool {
         self.slots[slot].agent.as_ref().is_some_and(|agent| &agent.life == life)
     }
 
-    /// An answer to a call of the controller; not part of the event stream.
+    /// A response to a call of the controller; not part of the event stream.
     fn answer(&mut self, slot: usize, reign: u32, delay: u64, observation: Observation) {
         let (by, until) = self.slots[slot].slow;
         let delay = delay + if self.now < until { by } else { 0 };
@@ -100,13 +100,13 @@ impl World {
         if let (Some(slot), Some(from)) = (stream_of, super::trace::sender(observation))
             && (self.slots[slot].attached != Some(reign) || !self.at(slot, &from))
         {
-            // The stream of a life that ended was closed with it.
+            // The stream of an ended incarnation was closed with it.
             return;
         }
         if let Observation::AgentLost { from, .. } = observation
             && (0..self.slots.len()).any(|slot| self.at(slot, from) && self.slots[slot].attached == Some(reign))
         {
-            // An attempt to connect that was overtaken by one that succeeded says nothing.
+            // An attempt to connect has no effect if a later one succeeded before it.
             return;
         }
         let announced = match observation {
@@ -153,7 +153,7 @@ impl World {
             self.answer(slot, reign, LATENCY, Observation::CommitFailed { id, member: name, refusal: closed() });
             return;
         }
-        // A source proves the chain before it answers.
+        // A source proves the chain before it responds.
         let fresh = self.slots[slot].agent.as_ref().is_some_and(|agent| agent.commit.is_none() && agent.epoch.as_ref() == Some(&id));
         if slot == 0 && fresh {
             let peers = request.addresses.iter().filter(|address| address.member != name);
@@ -216,7 +216,7 @@ impl World {
     }
 }
 
-/// The slot whose process must run for the event to be noticed.
+/// The slot whose process must run to receive the event.
 fn receiver(event: &Event) -> Option<usize> {
     match event {
         Event::Prepare { slot, .. }

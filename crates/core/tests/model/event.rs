@@ -1,4 +1,4 @@
-//! What can be on its way in a world, and what is in one of its slots. Holds values only.
+//! Events in flight in a world, and the contents of its slots. Holds values only.
 
 use std::rc::Rc;
 
@@ -7,20 +7,20 @@ use weightsync_core::protocol::*;
 
 use super::agent::{Agent, PeerMessage, Reminder};
 
-/// What is on its way.
+/// An event in flight.
 #[derive(Clone)]
 pub(super) enum Event {
-    /// To the controller of that reign.
+    /// To the controller with that number.
     Observe {
         reign: u32,
         observation: Rc<Observation>,
         stream_of: Option<usize>,
     },
-    /// The controller reads the plan, as it is when it reads it.
+    /// The controller reads the plan, in its state at that moment.
     Plan {
         reign: u32,
     },
-    /// The API server has the number; it answers.
+    /// The number reached the API server, which responds.
     Persist {
         reign: u32,
         epoch: u64,
@@ -54,7 +54,7 @@ pub(super) enum Event {
         life: Incarnation,
         reminder: Reminder,
     },
-    /// The agent announces itself, unless somebody listens to it.
+    /// The agent announces itself, unless a controller reads its events.
     Announce {
         slot: usize,
         life: Incarnation,
@@ -83,23 +83,23 @@ pub(super) struct Slot {
     pub terminating: bool,
     pub agent: Option<Agent>,
     pub frozen: bool,
-    /// What it will find when it wakes up.
+    /// Events that it will receive when it continues.
     pub backlog: Vec<Event>,
-    /// The reign that listens to its events.
+    /// The controller that reads its events.
     pub attached: Option<u32>,
-    /// Nothing of its stream arrives before that.
+    /// No event of its stream arrives before this time.
     pub stream_floor: u64,
-    /// All that it sends takes this much longer, until then.
+    /// Extra delay of everything that it sends, and the end of that delay.
     pub slow: (u64, u64),
-    /// Other agents cannot reach it, nor it them; the controller can.
+    /// Until this time other agents cannot reach it, nor it them; the controller can.
     pub unreachable_until: u64,
-    /// Whether a fault was aimed at it: only such members may be held off.
+    /// Whether a fault affected it: only such members may be backed off.
     pub guilty: bool,
-    /// Versions whose answers its canary will refuse.
+    /// Versions that its canary will refuse.
     pub sour: Vec<Version>,
-    /// Whether its engine takes no version now.
+    /// Whether its engine accepts no version now.
     pub deaf: bool,
     pub engine_start: u32,
-    /// Whether what it says about itself is not so.
+    /// Whether it reports false facts about itself.
     pub lies: bool,
 }

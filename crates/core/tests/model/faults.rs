@@ -1,4 +1,4 @@
-//! What can go wrong, each as something that is done to a world at one moment.
+//! The faults, each injected into a world at one moment.
 
 use weightsync_core::membership::{GroupStage, Observation};
 use weightsync_core::protocol::MemberName;
@@ -10,45 +10,46 @@ use super::world::{LATENCY, World};
 /// One fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Fault {
-    /// Stopped (SIGSTOP), for ever or for some ms.
+    /// Stopped (SIGSTOP), permanently or for some ms.
     Silent(usize, Option<u64>),
-    /// Killed; a new pod of the same name comes after some ms, or none.
+    /// Killed; a new pod of the same name comes after some ms, or never.
     Killed(usize, Option<u64>),
-    /// A new pod of the same name is there at once, before the death is seen.
+    /// A new pod of the same name exists at once, before the end of the old one is detected.
     Restarted(usize),
-    /// The node is gone with the pod: no connection is closed. A new pod of the same name is there at once.
+    /// The node is lost with the pod: no connection is closed. A new pod of the same name exists at once.
     Replaced(usize),
-    /// The agent's process dies and another one starts in the same pod.
+    /// The agent's process ends, and another one starts in the same pod.
     AgentRestarted(usize),
     /// The engine starts again and holds nothing.
     EngineRestarted(usize),
-    /// The engine does not answer for some ms.
+    /// The engine does not respond for some ms.
     Unhealthy(usize, u64),
-    /// The pod is deleted in good order and comes back.
+    /// The pod is deleted in good order and returns.
     Terminated(usize),
-    /// Everything it sends takes some ms longer, for some ms.
+    /// Everything that it sends is delayed by some ms, for some ms.
     Slow(usize, u64, u64),
     /// Refuses the next requests.
     Refuses(usize, u32),
-    /// The next installs fail half way.
+    /// The next installs fail in the middle.
     BadInstall(usize, u32),
     /// Other agents cannot reach it for some ms.
     CutOff(usize, u64),
-    /// For some ms it says that it is a source, holds a version that no source announced, refuses another, and is in an epoch that no controller wrote.
+    /// For some ms it makes false claims: it is a source, holds a version that no source announced, refuses another, and is in an epoch
+    /// that no controller wrote.
     Lies(usize, u64),
     /// The message of this step does not arrive.
     Lost,
-    /// The message of this step arrives so much later.
+    /// The message of this step is delayed.
     Late(u64),
-    /// The message of this step arrives twice, the second time so much later.
+    /// The message of this step arrives twice, the second time delayed.
     Doubled(u64),
     /// The message of this step is held back until it can do most harm: while the next epoch is being formed.
     HeldBack,
     /// The message of this step arrives, and once more while the next epoch is being formed.
     Again,
-    /// The controller starts again.
+    /// The controller restarts.
     ControllerRestarted,
-    /// The API server is away for some ms.
+    /// The API server is unavailable for some ms.
     ApiDown(u64),
     /// Another controller writes the next epoch.
     Rival,
@@ -70,7 +71,7 @@ impl Fault {
         faults
     }
 
-    /// Everything else.
+    /// All other faults.
     pub(super) fn more(rollouts: usize) -> Vec<Self> {
         let mut faults = vec![Self::Late(400), Self::Doubled(9_000), Self::HeldBack, Self::ApiDown(5_000), Self::Rival];
         for slot in 0..=rollouts {
@@ -97,7 +98,7 @@ impl Fault {
         faults
     }
 
-    /// The same fault in a world of so many rollouts; a source has no engine that could fail.
+    /// The same fault, adapted to a world with so many rollouts; a source has no engine that could fail.
     pub(super) fn within(self, rollouts: usize) -> Self {
         let any = |slot: usize| slot % (rollouts + 1);
         let rollout = |slot: usize| 1 + slot % rollouts;
@@ -119,7 +120,7 @@ impl Fault {
         }
     }
 
-    /// Whether the step's own message decides what happens.
+    /// Whether the step's own message determines the effect.
     pub(super) fn is_about_the_message(self) -> bool {
         matches!(self, Self::Lost | Self::Late(_) | Self::Doubled(_) | Self::HeldBack | Self::Again)
     }
@@ -145,7 +146,7 @@ fn parties(event: &Event) -> Vec<usize> {
     }
 }
 
-/// Whether the network carries it; the others are things that happen inside a process.
+/// Whether the network carries it; the other events happen inside a process.
 pub(super) fn is_message(event: &Event) -> bool {
     matches!(
         event,
@@ -160,7 +161,7 @@ pub(super) fn is_message(event: &Event) -> bool {
 }
 
 impl World {
-    /// Does the fault; then the event of this step happens, as far as it still does. Tells until when the fault lasts.
+    /// Injects the fault. Then the event of this step happens, if it is still possible. Returns the end of the fault.
     pub(super) fn inject(&mut self, fault: Fault, event: Event) -> u64 {
         let now = self.now;
         if fault.is_about_the_message() {
@@ -171,7 +172,7 @@ impl World {
         until.max(now)
     }
 
-    /// Does a fault that needs no message.
+    /// Injects a fault that needs no message.
     pub(super) fn strike(&mut self, fault: Fault) -> u64 {
         let now = self.now;
         match fault {
@@ -249,7 +250,7 @@ impl World {
                 now
             }
             Fault::CutOff(slot, ms) => {
-                // Of two that cannot reach each other no one can tell which one is at fault.
+                // If two members cannot reach each other, either may be at fault.
                 (0..self.slots.len()).for_each(|slot| self.guilty(slot));
                 self.slots[slot].unreachable_until = now + ms;
                 now + ms
@@ -281,7 +282,7 @@ impl World {
         self.slots[slot].guilty = true;
     }
 
-    /// The message is lost, late or doubled. A lost line of an event stream means that the stream broke: it is opened again.
+    /// The message is lost, delayed or doubled. If a line of an event stream is lost, the stream broke, and is reopened.
     fn disturb(&mut self, fault: Fault, event: Event) -> u64 {
         for slot in parties(&event) {
             self.guilty(slot);
@@ -296,7 +297,7 @@ impl World {
                 self.now
             }
             (Fault::Lost, None) => {
-                // A plan is read again and again: only a single message of it is lost.
+                // A plan is read repeatedly: only a single read is lost.
                 if matches!(&event, Event::Plan { .. }) {
                     self.plan();
                 }
@@ -304,7 +305,7 @@ impl World {
             }
             (Fault::Late(ms), _) => {
                 if let Some(slot) = stream {
-                    // After the lines that are on their way already, which are late too.
+                    // Comes after the lines in flight, which are delayed too.
                     self.slots[slot].stream_floor = self.now + ms + LATENCY;
                     self.delay_stream(slot, ms);
                 }
@@ -312,7 +313,7 @@ impl World {
                 self.now + ms
             }
             (Fault::Doubled(ms), _) => {
-                // A line of a stream cannot come again after the lines that follow it.
+                // A line of a stream cannot arrive again after the lines that follow it.
                 let ms = if stream.is_some() { 0 } else { ms };
                 if stream.is_some() {
                     self.deliver(event.clone());
@@ -322,7 +323,7 @@ impl World {
                 self.deliver(event);
                 self.now + ms
             }
-            // A stream keeps its order, and a plan is always read as it is.
+            // A stream keeps its order, and a plan is always read in its present state.
             (Fault::HeldBack | Fault::Again, _) if stream.is_some() || matches!(event, Event::Plan { .. }) => {
                 self.deliver(event);
                 self.now
@@ -340,7 +341,7 @@ impl World {
         }
     }
 
-    /// A message that was held back arrives while the next epoch is being formed, in the phase that it is about.
+    /// A held message arrives while the next epoch is being formed, in the phase that it concerns.
     pub(super) fn let_go_at_worst(&mut self) {
         let Some((epoch, event)) = &self.held else { return };
         let view = self.membership.latest();
@@ -359,7 +360,7 @@ impl World {
         }
     }
 
-    /// Lines after a late one are late too.
+    /// Lines after a delayed one are delayed too.
     fn delay_stream(&mut self, of: usize, ms: u64) {
         let floor = self.now + ms;
         let behind = |event: &Event| matches!(event, Event::Observe { stream_of: Some(slot), .. } if *slot == of);
@@ -372,7 +373,7 @@ impl World {
         }
     }
 
-    /// What a fault was done to, for a failed test's message.
+    /// The fault and its message, for the report of a failed test.
     pub(super) fn describe(fault: Fault, event: &Event) -> String {
         let what = match event {
             Event::Observe { observation, .. } => super::trace::line(observation),

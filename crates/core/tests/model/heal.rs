@@ -1,4 +1,4 @@
-//! What "healed" means: everybody who lives serves what should be served, and is shown so.
+//! The definition of "healed": every live member serves the version that it should, and status shows that.
 
 use weightsync_core::membership::{GroupStage, MemberStanding};
 use weightsync_core::protocol::*;
@@ -7,12 +7,12 @@ use super::names::member;
 use super::world::{World, version_of};
 
 impl World {
-    /// The version that everybody comes to in the end, and whether the trainer publishes it: what it wants out, where it may; else what the
-    /// group is at or goes back to.
+    /// The version that every member reaches in the end, and whether the trainer publishes it. This is the trainer's pending version if it
+    /// may be published, otherwise the group's version or its target.
     fn aim(&self, can_publish: bool) -> (Version, bool) {
         let view = self.membership.latest();
         let held_back = view.returned.is_some_and(|returned| returned.pinned || self.wanted <= returned.from);
-        // A leader may have heard a refusal that died with its replica before the coordinator heard it.
+        // A leader may have received a refusal that was lost with its replica before the coordinator received it.
         let reported = self.slots[0].agent.as_ref().is_some_and(|source| source.gone.contains(&self.wanted));
         if can_publish && !held_back && !reported && !view.refused.contains(&self.wanted) {
             return (self.wanted, true);
@@ -20,19 +20,19 @@ impl World {
         (view.wanted.as_ref().map(|held| held.version).or(version_of(view)).unwrap_or(0), false)
     }
 
-    /// Whether a rollout cannot come to that version, whatever anybody does.
+    /// Whether a rollout can never reach that version.
     fn cannot_take(&self, slot: usize, version: Version) -> bool {
         let here = &self.slots[slot];
         here.deaf || self.rules.policy.canary.is_some() && here.sour.contains(&version)
     }
 
-    /// Whether nothing is left to do: no one is brought again and again what it cannot take.
+    /// Whether the world is at rest: no member is fed repeatedly with a version that it cannot accept.
     pub(super) fn is_steady(&self) -> bool {
         let version = version_of(self.membership.latest()).unwrap_or(0);
         self.healed().is_ok() && !(1..self.slots.len()).any(|slot| self.cannot_take(slot, version))
     }
 
-    /// Whether everybody who lives serves the version that the trainer wants out; if not, why not.
+    /// Whether every live member serves the trainer's version; otherwise, the reason.
     pub(super) fn healed(&self) -> Result<(), String> {
         let view = self.membership.latest();
         let lives = |slot: &usize| {
@@ -52,7 +52,7 @@ impl World {
         for slot in &living {
             let Some(agent) = &self.slots[*slot].agent else { continue };
             let held = agent.installed.as_ref().map_or(0, |held| held.version);
-            // Without a trainer, and with no one else who retains the version, it waits; it must not count as ready, and does not.
+            // Without a trainer and without another member that retains the version, it waits. It must not count as ready.
             let fed = can_publish || version > 0 && living.iter().any(|other| other != slot && keeps(other));
             let left = view.returned.is_some_and(|returned| returned.left(held));
             let lacks = *slot != 0 && fed && (held < version || left || agent.dirty);
@@ -85,7 +85,7 @@ impl World {
         if grouped == living.len() { Ok(()) } else { Err(format!("{grouped} in the group, {} live", living.len())) }
     }
 
-    /// What the spec names is gone back to as long as anybody keeps it.
+    /// The group returns to the spec's version while any member keeps it.
     fn target_is_followed(&self, living: &[usize]) -> Result<(), String> {
         let wanted = self.membership.latest().wanted.as_ref().map(|held| held.version);
         let Some(target) = self.rules.target.filter(|target| wanted != Some(*target)) else { return Ok(()) };

@@ -1,5 +1,5 @@
-//! What an abstract agent knows of versions besides the one that it serves: those that it keeps, those that its canary refused, those
-//! that the group went back from; and how a feeder goes back by itself.
+//! An abstract agent's versions besides the one that it serves: those that it keeps, those that its canary refused, and those that the
+//! group abandoned. Also: how a feeder goes back by itself.
 
 use weightsync_core::protocol::*;
 
@@ -7,22 +7,22 @@ use super::agent::{Agent, INSTALL, Incoming, Reminder, Wants};
 use super::names::{held, member};
 
 impl Agent {
-    /// What its epoch says of going back.
+    /// The rollback in its epoch.
     pub(super) fn returned(&self) -> Option<Returned> {
         self.commit.as_ref().and_then(|commit| commit.returned)
     }
 
-    /// Whether the group went back from that version.
+    /// Whether the group abandoned that version.
     pub(super) fn left(&self, version: Version) -> bool {
         self.returned().is_some_and(|returned| returned.left(version))
     }
 
-    /// Whether it keeps that version complete.
+    /// Whether it keeps that version completely.
     pub(super) fn keeps(&self, wanted: &HeldVersion) -> bool {
         self.retained.iter().chain(&self.earlier).any(|kept| kept == wanted)
     }
 
-    /// A version arrived complete; the one before stays at least until the engine took this one.
+    /// A version arrived completely. The previous one stays at least until the engine accepted this one.
     pub(super) fn put(&mut self, held: HeldVersion) {
         if self.retained.as_ref() == Some(&held) {
             return;
@@ -32,7 +32,7 @@ impl Agent {
         self.trim(1);
     }
 
-    /// The engine took a version, or the group did: as many as the rules say are kept, it first.
+    /// The engine or the group accepted a version: the agent keeps as many as the rules allow, this one first.
     pub(super) fn took(&mut self, held: &HeldVersion) {
         if self.keeps(held) {
             self.put(held.clone());
@@ -42,7 +42,7 @@ impl Agent {
     }
 
     fn trim(&mut self, more: usize) {
-        // The version that the group is at, or goes back to, stays to the last.
+        // The version of the group, or its target, is removed last.
         let current = self.commit.as_ref().and_then(|commit| commit.current.as_ref());
         self.earlier.sort_by_key(|kept| Some(kept) != current);
         let keep = self.prepared.as_ref().map_or(1, |prepared| prepared.policy.keep.max(1) as usize);
@@ -53,7 +53,7 @@ impl Agent {
         self.prepared.as_ref().is_some_and(|prepared| prepared.policy.canary.is_some())
     }
 
-    /// Its canary refused a version: it is not kept either.
+    /// Its canary refused a version: the agent does not keep it.
     pub(super) fn refuse_version(&mut self, held: HeldVersion) {
         self.earlier.retain(|kept| *kept != held);
         if self.retained.as_ref() == Some(&held) {
@@ -64,37 +64,37 @@ impl Agent {
         self.refused.sort_by_key(|refused| refused.held.version);
     }
 
-    /// Whether its engine is paused by somebody else's word: it fails its probes then, at worst. While it takes its own copy the agent counts
-    /// none of them.
+    /// Whether its engine is paused by a leader: in the worst case it then fails its probes. While it loads its own copy, the agent counts
+    /// no failures.
     pub(super) fn paused(&self) -> bool {
         self.incoming.as_ref().is_some_and(|incoming| incoming.installing && incoming.leader != self.slot)
     }
 
-    /// Not all engines are equally fast: the first one has the version while the others load it.
+    /// Engines differ in speed: the first one has the version while the others load it.
     pub(super) fn install_time(&self) -> u64 {
         INSTALL + 5 * self.slot as u64
     }
 
-    /// Of a source: whether a number may be published.
+    /// For a source: whether a number may be published.
     pub(super) fn may_publish(&self, version: Version) -> bool {
         let held_back = self.returned().is_some_and(|returned| returned.pinned || version <= returned.from);
         !held_back && !self.gone.contains(&version)
     }
 
-    /// Of a source: the group refused a version, and its trainer is reported.
+    /// For a source: the group refused a version, and its trainer gets the error.
     pub(super) fn give_up(&mut self, version: Version) {
         self.gone.insert(version);
         self.pending = self.pending.filter(|pending| *pending != version);
     }
 
-    /// Of a source: what a commit says of versions.
+    /// For a source: the versions in a commit.
     pub(super) fn hear_of_versions(&mut self) {
         let Some(commit) = self.commit.clone().filter(|_| self.slot == 0) else { return };
         commit.refused.iter().for_each(|version| self.give_up(*version));
         self.pending = self.pending.filter(|pending| self.may_publish(*pending));
     }
 
-    /// A feeder whose own engine does not serve what it is to bring goes first, from its own copy: no one else brings it. Once in an epoch.
+    /// A feeder whose own engine does not serve the version goes first, from its own copy: no other member can feed it. Once in an epoch.
     pub(super) fn goes_first(&mut self, wants: &mut Wants) -> bool {
         let Some(commit) = self.commit.clone().filter(|_| self.slot != 0) else { return false };
         let Some(current) = commit.current.as_ref().filter(|current| commit.feeder == Some(member(self.slot)) && self.keeps(current))

@@ -1,7 +1,7 @@
-//! What must hold in every world after every step (design, section 5), and what "healed" means.
+//! The invariants of every world after every step, and the definition of "healed".
 //!
-//! Knows the truth about agents, and what the controller has been informed; a claim of status is judged by what it was informed, because no one can
-//! know more.
+//! Knows the true state of agents, and what the controller received. A claim in status is judged by what the controller received, because
+//! it cannot know more.
 
 mod versions;
 
@@ -15,11 +15,11 @@ use super::agent::Agent;
 use super::names::{member, slot_of};
 use super::world::World;
 
-/// A group that lost a member, or is being formed, may stay so for this long.
+/// Longest time in which a group that lost a member, or is being formed, may stay so.
 const BOUND: u64 = 17_000;
-/// An agent may stay in an epoch that is over for this long.
+/// Longest time in which an agent may stay in an ended epoch.
 const STRAY: u64 = 6_000;
-/// One fault makes at most this many epochs.
+/// Most epochs that one fault may cause.
 const EPOCHS: usize = 14;
 
 #[derive(Debug, Clone, Default)]
@@ -28,11 +28,11 @@ pub(super) struct Law {
     pub stepped_down: bool,
     /// Slots whose engine really held a version, ever.
     installed: BTreeMap<Version, BTreeSet<usize>>,
-    /// Lives whose engine really confirmed a version, ever.
+    /// Incarnations whose engine really confirmed a version, ever.
     verified: BTreeSet<(Incarnation, Version)>,
-    /// Lives that really kept a version in full, ever.
+    /// Incarnations that really kept a complete version, ever.
     kept: BTreeSet<(Incarnation, Version)>,
-    /// What agents did, and what the controller was informed of it.
+    /// Actions of agents that the controller received.
     prepared: BTreeSet<(u64, MemberName)>,
     committed: BTreeSet<(u64, MemberName)>,
     notified_prepared: BTreeSet<(u64, MemberName)>,
@@ -43,20 +43,20 @@ pub(super) struct Law {
     version: Version,
     /// The highest version that ever counted.
     highest: Version,
-    /// Versions that status said are refused.
+    /// Versions that status showed as refused.
     refused: BTreeSet<Version>,
-    /// Since when most refuse a version that status does not call refused.
+    /// Since when most replicas refuse a version that status does not show as refused.
     unheard: BTreeMap<Version, u64>,
     conflict: bool,
     /// The last epoch that was to be written.
     asked: u64,
-    /// The last epoch whose feeder was looked at.
+    /// The last epoch whose feeder was checked.
     fed_in: Option<u64>,
     forming: Option<(u64, u64)>,
     broken_group: Option<(u64, u64)>,
     strays: BTreeMap<usize, u64>,
     pub epochs_allowed: usize,
-    /// How long members may be held off after the last fault, in all.
+    /// Longest back-off after the last fault, in total.
     pub longest_hold_off: u64,
 }
 
@@ -67,13 +67,13 @@ impl Law {
         }
     }
 
-    /// Whether the last word of a life is no truth.
+    /// Whether the last report of an incarnation was false.
     fn was_lied_to_by(&self, life: &Incarnation) -> bool {
         let invented = |held: &HeldVersion| held.manifest == super::names::INVENTED;
         self.reported.get(life).is_some_and(|state| state.installed.as_ref().is_some_and(invented))
     }
 
-    /// The truth about an agent.
+    /// Records the true state of an agent.
     pub(super) fn note_agent(&mut self, slot: usize, agent: &Agent) {
         if let Some(held) = agent.installed.as_ref().filter(|_| !agent.dirty && slot != 0) {
             self.installed.entry(held.version).or_default().insert(slot);
@@ -90,7 +90,7 @@ impl Law {
         }
     }
 
-    /// What the controller is reported.
+    /// Records what the controller receives.
     pub(super) fn note_observation(&mut self, observation: &Observation) {
         match observation {
             Observation::State(state) => {
@@ -107,7 +107,7 @@ impl Law {
         }
     }
 
-    /// A new controller knows nothing of what the old one was informed.
+    /// A new controller knows nothing that the earlier one received.
     pub(super) fn controller_restarted(&mut self, _now: u64) {
         self.reported.clear();
         self.planned.clear();
@@ -146,7 +146,7 @@ impl World {
         self.law.fail(what);
     }
 
-    /// What a decision must keep to.
+    /// The invariants of a decision.
     pub(super) fn law_on_decision(&mut self, decision: &Decision) {
         let acts = matches!(decision, Decision::PersistEpoch { .. } | Decision::Prepare { .. } | Decision::Commit { .. });
         if acts && self.law.conflict {
@@ -194,7 +194,7 @@ impl World {
                     let address = request.addresses.iter().find(|address| &address.member == feeder);
                     let state = address.and_then(|address| self.law.reported.get(&address.incarnation));
                     let current = request.current.as_ref().map_or(0, |held| held.version);
-                    // A source may have been handed a newer one between two waves; it brings that to everybody.
+                    // A source may have received a newer one between two waves; it brings that version to all members.
                     let fits = |held: &HeldVersion| held.version == current || request.returned.is_none() && held.version > current;
                     if state.is_none_or(|state| !state.keeps().any(fits)) {
                         self.fail(|| format!("{feeder} is to feed {:?}, which it does not hold", request.current));
@@ -210,7 +210,8 @@ impl World {
         }
     }
 
-    /// No one is fed from what was never kept in full, nor from a replica that may hold half an update while another one has it.
+    /// The feeder must have kept the version completely. A replica that may hold half an update may feed only if no other member has the
+    /// version.
     fn check_feeder(&mut self, feeder: &MemberName, request: &CommitRequest) {
         let Some(current) = request.current.as_ref() else { return };
         let address = |name: &MemberName| request.addresses.iter().find(|address| &address.member == name);
@@ -218,7 +219,7 @@ impl World {
         if !self.law.kept.contains(&(life.clone(), current.version)) {
             self.fail(|| format!("{feeder} is to feed {current:?}, which it never kept in full"));
         }
-        // Chosen before the first commit; what is reported between two commits of an epoch comes too late.
+        // Chosen before the first commit; reports between two commits of an epoch come too late.
         if self.law.fed_in.replace(request.id.epoch) == Some(request.id.epoch) {
             return;
         }
@@ -234,9 +235,9 @@ impl World {
         }
     }
 
-    /// What must hold after every step.
+    /// The invariants after every step.
     pub(super) fn check(&mut self) {
-        // Shared for the time of the look, not copied: there are millions of looks.
+        // Shared during the check, not copied: there are millions of checks.
         let membership = Rc::clone(&self.membership);
         let view = membership.latest();
         self.check_version(view);
@@ -251,7 +252,7 @@ impl World {
     fn check_members(&mut self, view: &MembershipView) {
         for shown in &view.members {
             let slot = slot_of(&shown.name);
-            // What status shows about it is its own word.
+            // Its own report determines what status shows about it.
             if shown.incarnation.as_ref().is_some_and(|life| self.law.was_lied_to_by(life)) {
                 continue;
             }
@@ -283,7 +284,7 @@ impl World {
             }
             let Some(current) = view.version.as_ref().map(|held| held.version) else { continue };
             let Some(wanted) = view.wanted.as_ref().map(|held| held.version) else { continue };
-            // While a group goes back, both versions are in service; after it only the one that it went back to.
+            // While a group goes back, both versions are in service; after that, only the earlier one.
             let behind = installed < current.min(wanted) || wanted < installed && installed < current;
             let left = wanted == current && view.returned.is_some_and(|returned| returned.left(installed));
             if behind || left || !self.law.verified.contains(&(life.clone(), installed)) {
@@ -315,11 +316,11 @@ impl World {
         }
     }
 
-    /// No one stays in an epoch that is over.
+    /// No agent stays in an ended epoch.
     fn check_strays(&mut self, view: &MembershipView) {
         for slot in 0..self.slots.len() {
             let here = &self.slots[slot];
-            // What it says is known only when it arrives.
+            // Its report is known only when it arrives.
             let lies = here.lies || here.agent.as_ref().is_some_and(|agent| self.law.was_lied_to_by(&agent.life));
             let heard = here.attached == Some(self.reign) && !here.frozen && !lies && self.now >= here.slow.1.max(here.stream_floor);
             let epoch = here.agent.as_ref().filter(|_| heard).and_then(|agent| agent.epoch.as_ref());

@@ -1,4 +1,4 @@
-//! What an abstract agent does as the leader of an update: begins it, goes from step to step, and judges how it ended.
+//! An abstract agent as the leader of an update: it begins it, moves from step to step, and judges the outcome.
 
 use std::collections::BTreeSet;
 
@@ -8,7 +8,7 @@ use super::agent::{Agent, Leading, PeerMessage, Reminder, SILENCE, Wants};
 use super::names::{member, slot_of};
 
 impl Agent {
-    /// The trainer hands a version over.
+    /// The trainer publishes a version.
     pub(super) fn publish(&mut self, version: Version, wants: &mut Wants) {
         if self.installed.as_ref().is_some_and(|held| held.version >= version)
             || self.pending == Some(version)
@@ -21,7 +21,7 @@ impl Agent {
         self.lead(wants);
     }
 
-    /// Begins what there is to lead in the committed epoch.
+    /// Begins the update that is possible in the committed epoch.
     pub(super) fn lead(&mut self, wants: &mut Wants) {
         if self.commit.is_none() || self.leading.is_some() || self.goes_first(wants) {
             return;
@@ -56,7 +56,7 @@ impl Agent {
         }
     }
 
-    /// Goes to the next step of an update when every member answered the present one.
+    /// Moves to the next step of an update once every member responded to the present one.
     pub(super) fn advance(&mut self, wants: &mut Wants) {
         let Some(leading) = &mut self.leading else { return };
         if leading.steps.values().any(|step| is_open(leading.phase, *step)) {
@@ -104,12 +104,12 @@ impl Agent {
         }
         wants.events.push(AgentEvent::Update { update: view(&leading) });
         if leading.feeding && self.pending.is_some() && leading.steps.len() >= min_ready {
-            // The trainer may have handed over another one meanwhile.
+            // The trainer may have published another version meanwhile.
             self.lead(wants);
         }
     }
 
-    /// A peer's process is gone.
+    /// A peer's process has ended.
     pub(super) fn peer_gone(&mut self, peer: usize, wants: &mut Wants) {
         if let Some(epoch) = &self.epoch {
             let (id, cause) = (epoch.clone(), "connection closed".to_owned());
@@ -124,7 +124,7 @@ impl Agent {
         }
     }
 
-    /// A step of an update has lasted long enough: anyone who has not answered has failed.
+    /// The time limit of a step: members without a response have failed.
     pub(super) fn step_over(&mut self, id: &UpdateId, phase: UpdatePhase, wants: &mut Wants) {
         if let Some(leading) = self.leading.as_mut().filter(|leading| leading.id == *id && leading.phase == phase) {
             let epoch = leading.id.epoch.clone();
@@ -138,7 +138,7 @@ impl Agent {
     }
 }
 
-/// Whether a phase still waits for a member that stands there.
+/// Whether a phase still waits for a member at that step.
 fn is_open(phase: UpdatePhase, step: Option<InstallStep>) -> bool {
     match phase {
         UpdatePhase::Begin => step.is_none(),

@@ -11,7 +11,7 @@ pub(super) fn slot_of(name: &MemberName) -> usize {
     name.0.strip_prefix("actors/r").map_or(0, |slot| slot.parse().unwrap())
 }
 
-/// Ranks of a member; not all the same, so that a wrong offset shows.
+/// Ranks of a member: not all the same, so that a wrong offset shows.
 pub(super) fn size(slot: usize) -> u32 {
     if slot != 0 && slot.is_multiple_of(2) { 2 } else { 1 }
 }
@@ -20,10 +20,10 @@ pub(super) fn held(version: Version) -> HeldVersion {
     HeldVersion { version, manifest: format!("m{version}") }
 }
 
-/// What a member that lies calls the manifest of its versions.
+/// The manifest that a lying member claims for its versions.
 pub(super) const INVENTED: &str = "invented";
 
-/// Rules with the usual times, and updates that end soon.
+/// Rules with the usual times, and short updates.
 pub(super) fn config(min_ready: u32) -> MembershipConfig {
     let policy = UpdatePolicy {
         pause: PausePolicy::Keep,

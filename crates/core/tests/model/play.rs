@@ -1,15 +1,15 @@
-//! Plays one story: a group is formed, two versions are published, a fault is done at one step, and all ends well.
+//! Plays one scenario: a group is formed, two versions are published, a fault is injected at one step, and the group heals.
 
 use super::acts::SEEN;
 use super::event::Event;
 use super::faults::{Fault, is_message};
 use super::world::World;
 
-/// Everybody who lives serves the current version again within this long after the end of a fault.
+/// Every live member serves the current version again within this time after the end of a fault.
 pub(super) const HEAL: u64 = 60_000;
-/// The next version is out within this long.
+/// The next version is served within this time.
 const NEXT: u64 = 20_000;
-/// A broken rule makes thousands of worlds fail; after so many failures no more worlds are played.
+/// A broken rule makes thousands of worlds fail; no more worlds are played after so many failures.
 pub(super) const ENOUGH: usize = 5;
 
 /// How much was played.
@@ -19,13 +19,13 @@ pub(super) struct Played {
     pub steps: u64,
 }
 
-/// Replicas that must be ready in a group of so many.
+/// Least ready replicas in a group with so many rollouts.
 pub(super) fn min_ready(rollouts: usize) -> u32 {
     if rollouts > 2 { 2 } else { 1 }
 }
 
 impl World {
-    /// Plays until everybody serves what is wanted. The error says what did not hold.
+    /// Plays until every member serves the wanted version. The error names what did not hold.
     pub(super) fn heal(&mut self, until: u64) -> Result<(), String> {
         let mut until = until;
         let longest = until + self.law.longest_hold_off;
@@ -37,7 +37,7 @@ impl World {
             if let Some(broken) = &self.law.broken {
                 return Err(broken.clone());
             }
-            // A member that failed often is held off for longer than anything else lasts.
+            // A member that failed often is backed off for longer than everything else takes.
             let held_off = self.membership.latest().members.iter().filter_map(|shown| shown.retry_at).max().unwrap_or(0);
             until = until.max(held_off.min(longest));
             if self.now >= until {
@@ -49,15 +49,15 @@ impl World {
         }
     }
 
-    /// Plays on after a fault that lasts until then.
-    /// `steady` is the epoch of a group that nothing was wrong with and that this fault must not disturb.
+    /// Plays on after a fault that ends at `until`.
+    /// `steady` is the epoch of a healthy group that this fault must not disturb.
     pub(super) fn recover(&mut self, fault: Fault, until: u64, steady: Option<u64>) -> Result<(), String> {
         let disturbed = |world: &Self| match steady.filter(|epoch| world.stored_epoch != *epoch) {
             Some(_) => Err("the restarted controller disturbed what worked".to_owned()),
             None => Ok(()),
         };
         if fault == Fault::Rival {
-            // Nothing more is decided; what works goes on.
+            // No more decisions are needed; a working group continues.
             let end = self.now + 12_000;
             while self.now < end && self.law.broken.is_none() {
                 if let Some(event) = self.play_one() {
@@ -96,7 +96,7 @@ impl World {
     }
 }
 
-/// Plays the undisturbed story and calls `at` before each of its steps.
+/// Plays the scenario without faults. Calls `at` before each of its steps.
 pub(super) fn story(rollouts: usize, mut at: impl FnMut(&World, &Event)) -> Result<Played, String> {
     let mut world = World::new(rollouts, min_ready(rollouts));
     loop {
@@ -144,7 +144,7 @@ pub(super) fn every_fault(world: &World, event: &Event, faults: &[Fault], played
     }
 }
 
-/// The failed world again, with every line.
+/// Plays the failed world again and prints every line.
 fn retrace(world: &World, event: &Event, fault: Fault) -> String {
     let mut again = world.clone();
     again.trace = Some(Vec::new());

@@ -1,6 +1,6 @@
-//! Random sequences of faults, one after another and on top of each other, end well once they stop.
+//! Random sequences of faults, one after another and overlapping, end well once they stop.
 //!
-//! The same sequences are played each time; `PROPTEST_CASES` asks for so many others. A sequence that once broke a law stays in `found`.
+//! The same sequences are played each time; `PROPTEST_CASES` sets another number. Sequences that once broke an invariant stay in `found`.
 
 use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
@@ -36,11 +36,11 @@ fn fault() -> impl Strategy<Value = Fault> {
     ]
 }
 
-/// Plays a world in which each fault strikes so many events after the one before; the error ends with what happened.
+/// Plays a world in which each fault comes so many events after the previous one. The error ends with the trace.
 pub(super) fn play(rollouts: usize, faults: &[(usize, Fault)], trace: bool) -> Result<Played, String> {
     let mut world = World::new(rollouts, min_ready(rollouts));
     world.trace = trace.then(Vec::new);
-    // Of several faults at once no one can tell whose fault is whose, and each may take epochs of its own.
+    // With several faults at once, their effects cannot be separated, and each may cause epochs.
     world.law.epochs_allowed = 120;
     world.law.longest_hold_off = 3_600_000;
     world.slots.iter_mut().for_each(|slot| slot.guilty = true);
@@ -58,7 +58,7 @@ pub(super) fn play(rollouts: usize, faults: &[(usize, Fault)], trace: bool) -> R
     }
 }
 
-/// Does a fault after so many events, or when nothing happens any more. Tells until when it lasts.
+/// Injects a fault after so many events, or when nothing happens any more. Returns the end of the fault.
 fn strike_after(world: &mut World, after: usize, fault: Fault, until: u64) -> u64 {
     let mut left = after;
     loop {
@@ -103,7 +103,7 @@ fn any_sequence_of_faults_ends_well() {
     println!("random sequences of faults: {} worlds, {} events", total.worlds, total.steps);
 }
 
-/// A sequence that once broke a law.
+/// A sequence that once broke an invariant.
 fn ends_well(rollouts: usize, faults: &[(usize, Fault)]) {
     if let Err(why) = play(rollouts, faults, true) {
         panic!("{why}");

@@ -1,4 +1,4 @@
-//! What an abstract agent does as the receiver of an update: takes it, keeps it, hands it to its engine.
+//! An abstract agent as the receiver of an update: it accepts it, keeps it, and passes it to its engine.
 
 use weightsync_core::protocol::*;
 
@@ -53,7 +53,7 @@ impl Agent {
             return InstallStep::Refused;
         }
         let installed = self.installed.as_ref().map_or(0, |held| held.version);
-        // What the group went back from is no reason to keep it.
+        // A version that the group abandoned is not kept.
         let leaves = feeding && self.left(installed);
         if !self.dirty && !leaves && installed >= id.version {
             return if installed == id.version { InstallStep::Installed } else { InstallStep::Refused };
@@ -86,7 +86,7 @@ impl Agent {
                 }
                 let step = if well { InstallStep::Installed } else { InstallStep::Failed };
                 if incoming.leader == self.slot {
-                    // It went back by itself, and feeds the others now.
+                    // It went back by itself, and now feeds the others.
                     self.lead(wants);
                     return;
                 }

@@ -1,9 +1,9 @@
-//! What a failed world shows: one line an observation.
+//! The report of a failed world: one line for each observation.
 
 use weightsync_core::membership::Observation;
 use weightsync_core::protocol::Incarnation;
 
-/// Whose stream an observation came over.
+/// The agent whose stream carried an observation.
 pub(super) fn sender(observation: &Observation) -> Option<Incarnation> {
     match observation {
         Observation::State(state) => Some(state.incarnation.clone()),

@@ -1,5 +1,5 @@
 //! A world: one controller with the real membership, abstract agents, a network, an API server, and a clock that jumps from one event to
-//! the next. The same seedless world played twice is the same; only faults make worlds differ.
+//! the next. A world is deterministic: only faults make worlds differ.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::rc::Rc;
@@ -14,7 +14,7 @@ use super::event::{Event, Slot};
 use super::law::Law;
 use super::names::{config, member, size};
 
-/// One way through the network, in ms.
+/// Time of one message through the network, in ms.
 pub(super) const LATENCY: u64 = 2;
 const HEARTBEAT: u64 = 1_000;
 
@@ -24,26 +24,26 @@ pub(super) struct World {
     sequence: u64,
     pub queue: BTreeMap<(u64, u64), Event>,
     next_beat: u64,
-    /// Shared with the worlds that were copied from this one, until either takes a step.
+    /// Shared with copies of this world, until either takes a step.
     pub membership: Rc<Membership>,
     pub reign: u32,
-    /// What the object asks for.
+    /// The policies of the object.
     pub rules: MembershipConfig,
-    /// What is still to happen, faults aside.
+    /// Actions that remain, without the faults.
     pub acts: VecDeque<Act>,
     pub stored_epoch: u64,
-    /// Who wrote it.
+    /// The controller that wrote it.
     pub stored_by: u32,
     pub stored_version: Option<HeldVersion>,
-    /// The highest version that counted, where the group went back from it.
+    /// The highest version that counted, if the group went back from it.
     stored_highest: Version,
     stored_refused: Vec<Version>,
     pub api_down: bool,
     pub slots: Vec<Slot>,
     lives: u32,
-    /// Versions about which a controller saw a statement.
+    /// Versions for which a controller saw a statement.
     proven: BTreeSet<(u32, Version)>,
-    /// The version that the trainer wants out.
+    /// The version that the trainer wants to publish.
     pub wanted: Version,
     pub law: Law,
     /// Events that were played.
@@ -51,12 +51,12 @@ pub(super) struct World {
     /// Whether another controller took over.
     pub rival: bool,
     pub trace: Option<Vec<String>>,
-    /// A message that waits for the moment in which it can do most harm, and the epoch before which it does not come.
+    /// A message that is held until it can do most harm, and the epoch before which it is not released.
     pub held: Option<(u64, Event)>,
 }
 
 impl World {
-    /// A source and rollouts that are all about to announce themselves.
+    /// A source and rollouts before their first announcements.
     pub(super) fn new(rollouts: usize, min_ready: u32) -> Self {
         Self::with_rules(rollouts, config(min_ready))
     }
@@ -115,7 +115,7 @@ impl World {
         self.queue.insert((self.now + delay, self.sequence), event);
     }
 
-    /// How much longer a message of that slot takes now.
+    /// Present extra delay of a message from that slot.
     fn slowness(&self, slot: usize) -> u64 {
         let (by, until) = self.slots[slot].slow;
         if self.now < until { by } else { 0 }
@@ -135,7 +135,7 @@ impl World {
         self.post(at - self.now, event);
     }
 
-    /// The first lines of an event stream: all that the agent knows.
+    /// The first lines of an event stream: the agent's full state.
     pub(super) fn open_stream(&mut self, slot: usize) {
         let Some(agent) = &self.slots[slot].agent else { return };
         let (from, state, update) = (agent.life.clone(), agent.state(), agent.last_update.clone());
@@ -149,7 +149,7 @@ impl World {
         PodRef { name: format!("pod-{slot}"), uid: format!("uid-{slot}-{}", self.slots[slot].generation), node: None, ips: Vec::new() }
     }
 
-    /// Another pod, under the same name.
+    /// Another pod under the same name.
     pub(super) fn new_pod(&mut self, slot: usize) {
         self.slots[slot].generation += 1;
         self.slots[slot].exists = true;
@@ -174,7 +174,7 @@ impl World {
         self.post(delay, Event::Announce { slot, life });
     }
 
-    /// The process dies; anyone who was connected sees it at once.
+    /// The process ends; all connected peers see it at once.
     pub(super) fn kill(&mut self, slot: usize) {
         let Some(agent) = self.slots[slot].agent.take() else { return };
         self.slots[slot].frozen = false;
@@ -193,13 +193,13 @@ impl World {
         }
     }
 
-    /// The plan changed.
+    /// Changes the plan.
     pub(super) fn plan(&mut self) {
         let reign = self.reign;
         self.post(LATENCY, Event::Plan { reign });
     }
 
-    /// The plan as it is now.
+    /// The present plan.
     pub(super) fn read_plan(&self) -> Observation {
         let (mut candidates, mut left_out) = (Vec::new(), Vec::new());
         for slot in 0..self.slots.len() {
@@ -208,7 +208,7 @@ impl World {
             }
             let role = if slot == 0 { Role::Source } else { Role::Rollout };
             let pods = vec![self.pod(slot)];
-            // In one slot the pod's readiness follows the engine's, as with a probe of the engine's own.
+            // In one slot the pod's readiness follows the engine's, as with a probe of the engine.
             let unready = slot == 1 && self.slots[slot].agent.as_ref().is_some_and(Agent::paused);
             if self.slots[slot].terminating || unready {
                 let code = if unready { LeftOutCode::NotReady } else { LeftOutCode::Terminating };
@@ -221,7 +221,7 @@ impl World {
         Observation::Candidates { candidates, left_out }
     }
 
-    /// Does something with an agent and sends what it wants sent.
+    /// Changes an agent and sends the messages that it requests.
     pub(super) fn with_agent<R>(&mut self, slot: usize, act: impl FnOnce(&mut Agent, &mut Wants) -> R) -> Option<R> {
         let mut wants = Wants::default();
         let agent = self.slots[slot].agent.as_mut()?;
@@ -264,7 +264,7 @@ impl World {
         Some(result)
     }
 
-    /// Another controller process, with what the object's status holds.
+    /// Another controller process, with the object's status.
     pub(super) fn restart_controller(&mut self) {
         self.reign += 1;
         let restored = Restored {
@@ -287,7 +287,7 @@ impl World {
         self.plan();
     }
 
-    /// The object's rules change, which takes a new epoch.
+    /// The object's rules change, which requires a new epoch.
     pub(super) fn change_rules(&mut self) {
         self.rules.policy.retain_bytes += 1;
         self.configure();
@@ -298,7 +298,7 @@ impl World {
         self.tell(Observation::Configure(Box::new(self.rules.clone())));
     }
 
-    /// Plays the next thing that happens; `None` when it was only time or a heartbeat.
+    /// Plays the next event; `None` if it was only time or a heartbeat.
     pub(super) fn play_one(&mut self) -> Option<Event> {
         let event_at = self.queue.first_key_value().map(|((at, _), _)| *at);
         let wake_at = self.membership.next_wakeup().map(|at| at.max(self.now));
@@ -315,7 +315,7 @@ impl World {
         None
     }
 
-    /// What status keeps for the next controller.
+    /// The part of status that the next controller reads.
     pub(super) fn store(&mut self, view: &MembershipView) {
         self.stored_version.clone_from(&view.version);
         let went_back = view.returned.filter(|returned| view.wanted == view.version && Some(returned.from) > version_of(view));
@@ -323,7 +323,7 @@ impl World {
         self.stored_refused.clone_from(&view.refused);
     }
 
-    /// Heartbeats of all, and the trainer looks after its version.
+    /// Heartbeats of all agents; the trainer checks its version.
     fn beat(&mut self) {
         self.next_beat = self.now + HEARTBEAT;
         for slot in 0..self.slots.len() {
@@ -340,7 +340,7 @@ impl World {
         }
     }
 
-    /// What an agent says about itself: what is so, or lies.
+    /// An agent's report about itself, true or false.
     fn said(&self, slot: usize, state: MemberState) -> MemberState {
         if !self.slots[slot].lies {
             return state;
@@ -358,13 +358,13 @@ impl World {
         }
     }
 
-    /// An agent begins or ends to lie.
+    /// An agent begins or stops to lie.
     pub(super) fn speak(&mut self, slot: usize, lies: bool) {
         self.slots[slot].lies = lies;
         self.open_stream(slot);
     }
 
-    /// The coordinator checks the statements that come with a state: there is one about every version that the source published.
+    /// The coordinator checks the statements that come with a state: there is one for every version that the source published.
     fn prove(&mut self, observation: &Observation) {
         let Observation::State(state) = observation else { return };
         let refused = state.refused.iter().map(|refused| &refused.held);
@@ -427,7 +427,7 @@ impl World {
     }
 }
 
-/// The number of the version that counts.
+/// The number of the current version.
 pub(super) fn version_of(view: &MembershipView) -> Option<Version> {
     view.version.as_ref().map(|held| held.version)
 }

@@ -1,8 +1,8 @@
 //! The task of an install that is fed bucket by bucket.
 //!
-//! It runs separately from its feeder, which may be dropped in the middle: the engine is left paused and marked then, never half-fed and
-//! running. Decides only when the install ends. Each [`Way`] decides the form of a bucket; the session decides the final state of the
-//! engine.
+//! It runs separately from its feeder, which may be dropped in the middle. The engine then stays paused and marked, and never runs with
+//! half an update. Decides only when the install ends. Each [`Way`] decides the form of a bucket; the session decides the final state of
+//! the engine.
 
 use async_trait::async_trait;
 use tokio::sync::{mpsc, oneshot};
@@ -20,23 +20,23 @@ pub(super) trait Way<S: Server>: Send + 'static {
     /// The result of a bucket that was accepted.
     type Receipt: Send + 'static;
 
-    /// Pauses and marks the engine, and opens what it loads through. Called again, it does nothing.
+    /// Pauses and marks the engine, and opens the means of its load. Has no effect if called again.
     async fn open(&mut self, session: &mut Session<S>) -> Result<(), InstallError>;
 
     async fn bucket(&mut self, session: &mut Session<S>, bucket: Self::Bucket) -> Result<Self::Receipt, InstallError>;
 
-    /// Has the engine load, and waits until it took more than so many buckets: how many.
+    /// Makes the engine load, and waits until it accepted more than so many buckets. Returns the number.
     async fn taken(&mut self, session: &mut Session<S>, more_than: u32) -> Result<u32, InstallError>;
 
     async fn finish(&mut self, session: &mut Session<S>, version: HeldVersion) -> Result<InstallReport, InstallError>;
 
-    /// Ends it: what the engine is left with.
+    /// Ends it, and returns the engine's state.
     async fn give_up(&mut self, session: &mut Session<S>, reason: &str) -> Left;
 }
 
 type Answer<T> = oneshot::Sender<Result<T, InstallError>>;
 
-/// What the owner of an install asks its task for.
+/// Commands of an install's owner to its task.
 enum Command<B, R> {
     Open(Answer<()>),
     Bucket(B, Answer<R>),
@@ -77,7 +77,7 @@ impl<B: Send, R: Send> Handle<B, R> {
         answered.await.unwrap_or_else(|_| *self.left.lock())
     }
 
-    /// Drops a command that the ended task does not take, and its answer with it: the caller that waits for the answer learns of the end.
+    /// Drops a command that the ended task does not accept, together with its answer channel: so a waiting caller learns of the end.
     async fn send(&self, command: Command<B, R>) {
         drop(self.commands.send(command).await);
     }
@@ -85,7 +85,7 @@ impl<B: Send, R: Send> Handle<B, R> {
     async fn ask<T>(&self, command: impl FnOnce(Answer<T>) -> Command<B, R>) -> Result<T, InstallError> {
         let (answer, answered) = oneshot::channel();
         self.send(command(answer)).await;
-        // The task may have ended before this was asked.
+        // The task may have ended before the request.
         let source = || if self.until.left().is_zero() { self.late() } else { EngineError::Cancelled };
         answered.await.unwrap_or_else(|_| Err(InstallError { step: "load", left: *self.left.lock(), source: source() }))
     }
@@ -123,7 +123,7 @@ async fn run<S: Server, W: Way<S>>(mut session: Session<S>, mut way: W, mut inbo
                 let _gone = answer.send(way.give_up(&mut session, &reason).await);
                 false
             }
-            // Cancelled, dropped, or too late.
+            // Cancelled, dropped, or past the deadline.
             None => {
                 way.give_up(&mut session, "its feeder is gone").await;
                 false

@@ -1,8 +1,8 @@
-//! The last check of an engine after a switch: its answer to the canary with the new weights.
+//! The last check of an engine after a switch: its response to the canary with the new weights.
 //!
-//! Decides what an answer means for the replica. With a canary only an answer within the expected range lets the install end well: one that
-//! is refused, and one that did not come, leave the engine paused and marked, because unknown is not good. Only a refusal is reported as
-//! one: it is about the weights, and others may have measured the same. Without a canary one token must come.
+//! Decides the consequence for the replica. With a canary, only a response within the expected range lets the install succeed. A refused
+//! response, or none, leaves the engine paused and marked, because unknown is not good. Only a refusal is reported as one: it concerns the
+//! weights, and other replicas may have measured the same. Without a canary, the engine must generate one token.
 
 use super::Inner;
 use super::proof::MOST_GENERATE;
@@ -14,7 +14,7 @@ use crate::{EngineError, Holding, InstallError, Left};
 use weightsync_core::protocol::{CanaryPolicy, HeldVersion};
 
 impl<S: Server> Inner<S> {
-    /// Asks the engine, which runs, and names the step that this was. `marked` is written into an engine that must not serve.
+    /// Sends the question to the running engine, and names this step. `marked` is written into an engine that must not serve.
     pub(super) async fn see_an_answer(
         &self,
         canary: Option<&CanaryPolicy>,
@@ -46,7 +46,7 @@ impl<S: Server> Inner<S> {
         Err(self.hold_back(Failed { step: "canary", source }, marked, whole).await)
     }
 
-    /// What it computes with must not be served: it is marked, and paused until it is fed again.
+    /// The engine must not serve with these weights: it is marked, and paused until it is fed again.
     pub(super) async fn hold_back(&self, failed: Failed, marked: &HeldVersion, whole: Until) -> InstallError {
         if let Err(error) = self.write(Holding::HalfAnUpdate(marked.clone()), whole).await {
             tracing::warn!(engine = self.server.url(), %error, "an engine that must not serve cannot be marked");
@@ -54,7 +54,7 @@ impl<S: Server> Inner<S> {
         self.hold_mixture(failed, whole).await
     }
 
-    /// Whether it answers the canary's question now, whatever it answers; an error says what it lacks for that.
+    /// Whether it responds to the canary's question now, whatever the response; an error names what it lacks.
     pub(super) async fn answers(&self, canary: &CanaryPolicy, until: Until) -> Result<bool, EngineError> {
         // A paused engine computes nothing: it is checked after its next switch.
         let held = self.server.is_paused(until).await? || matches!(self.server.holding(until).await?, Holding::HalfAnUpdate(_));
@@ -64,7 +64,7 @@ impl<S: Server> Inner<S> {
         match self.server.log_probs(canary, until).await {
             Ok(_) => Ok(true),
             Err(error @ EngineError::Unsupported { .. }) => Err(error),
-            // Busy, or spoiled by what it holds: that is not for this question to judge.
+            // It is busy, or its weights are bad: this question does not judge that.
             Err(_) => Ok(false),
         }
     }

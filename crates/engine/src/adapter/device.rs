@@ -1,8 +1,8 @@
 //! An install that is fed bucket by bucket from GPU memory, or from the engine's own group.
 //!
-//! The pause is delayed until the first bucket has arrived, because the engine may serve while it still travels. Buckets must come in the
-//! order of the layout, each once: an engine that lacks one is never resumed. Decides when the engine may have begun to write into its
-//! weights; what follows from that is the session's. When the answer may be seen after the install: [`super::proof`].
+//! The pause is delayed until the first bucket has arrived, because the engine may serve while the bucket still travels. Buckets must come
+//! in the order of the layout, each once: an engine that lacks one is never resumed. Decides when the engine may have begun to change its
+//! weights; the session decides the consequences. [`super::proof`] decides when its token may be requested after the install.
 
 use std::sync::Arc;
 
@@ -21,11 +21,11 @@ use weightsync_core::weights::Cuts;
 
 struct Owner {
     handle: Handle<DeviceBucket, Released>,
-    /// The engine is paused, and can be before the first bucket says where it lies.
+    /// Whether the engine is paused before the first bucket: possible if the route names its GPUs.
     holds: bool,
 }
 
-/// Looks at the server and waits for the turn to change it.
+/// Checks the server and waits for the lock on its changes.
 pub(super) async fn begin<S: Server>(
     inner: Arc<Inner<S>>,
     job: DeviceJob,
@@ -49,7 +49,7 @@ pub(super) async fn begin<S: Server>(
         Ok(route) => route,
         Err(source) => return Err(session.fail(at("start")(source)).await),
     };
-    // Where the route lets the engine serve on, only an engine that is already held is held.
+    // If the route lets the engine serve, only an engine that is already paused stays paused.
     session.pauses = session.was_half() || (route.gated && job.terms.pause != PausePolicy::External);
     let holds = session.pauses && !route.gpus.is_empty();
     let handle = actor::start(session, FromDevice { job, route, group, feed: None, next: 0 });
@@ -108,7 +108,7 @@ impl FromDevice {
             session.inner.server.open_feed(job, until).await?
         };
         if feed.touched() {
-            // An update that was open before may have written into the weights.
+            // An earlier open update may have changed the weights.
             session.loading();
         }
         self.feed = Some(feed);
@@ -118,15 +118,15 @@ impl FromDevice {
         Ok(())
     }
 
-    /// Frees the engine's workers, and ends the install.
+    /// Releases the engine's workers, and ends the install.
     async fn fail<S: Server>(&mut self, session: &mut Session<S>, step: &'static str, source: EngineError) -> InstallError {
-        // An engine that is stuck in a collective answers nothing: others wait for the end of this to give it up.
+        // An engine that is stuck in a collective does not respond: others wait for this end before they abort it.
         let undo = session.whole.at_most(self.job.silence);
         if let Some(feed) = &mut self.feed {
             let untouched = self.next == 0 && !feed.touched();
             feed.fail(&source.to_string(), undo).await;
             if untouched {
-                // The engine never took the first bucket: nothing of it was written.
+                // The engine never accepted the first bucket: none of it was written.
                 session.never_loaded();
             }
         }
@@ -140,7 +140,7 @@ impl FromDevice {
         drop(busy);
         closed?;
         if !session.pauses && self.job.terms.pause == PausePolicy::AbortAwake {
-            // What began while buckets went in was computed with a mixture.
+            // Requests that began during the load were computed with a mixture.
             session.inner.server.abort_all(session.until).await?;
         }
         Ok(())
@@ -191,7 +191,7 @@ impl<S: Server> Way<S> for FromDevice {
             let source = EngineError::BadReply { url: session.inner.server.url().to_owned(), what };
             return Err(self.fail(session, "load", source).await);
         }
-        // Not open yet: a version without bytes.
+        // A version without bytes never opened it.
         Way::<S>::open(self, session).await?;
         session.loading();
         if let Err(source) = self.close(session).await {

@@ -1,7 +1,7 @@
-//! Marks an engine that the user's data plane feeds, and proves what can be proven afterwards, once for all engines.
+//! Marks an engine that the user's data plane feeds, and proves afterwards what can be proven, once for all engines.
 //!
-//! The version field carries our mark while the data plane works. After it the field must hold that mark still (then our version goes there)
-//! or what the data plane wrote; start-up's own text means another process. It never pauses, resumes or loads.
+//! The version field carries our mark during the transfer. Afterwards it must still have that mark (then our version replaces it) or the
+//! text that the data plane wrote. The start-up text means another process. It never pauses, resumes or loads.
 
 use std::time::Duration;
 
@@ -97,7 +97,7 @@ impl<S: Server> Inner<S> {
             _ => {}
         }
         steps.done("check");
-        // A paused engine generates nothing: its trainer resumes it, and its next probe is the token of a client.
+        // A paused engine generates nothing. Its trainer resumes it, and the next client's token is its probe.
         if !self.server.is_paused(until).await.map_err(check)? {
             self.server.generate(until.at_most(MOST_GENERATE)).await.map_err(|source| ("probe", source))?;
             steps.done("probe");
@@ -106,7 +106,7 @@ impl<S: Server> Inner<S> {
         if ours {
             self.write(carries.clone(), until).await.map_err(check)?;
         } else {
-            // From now on this is what must be found there: the data plane's word is not a restart.
+            // From now on the field must have this content: the data plane's text is no sign of a restart.
             self.start.writing();
             self.start.wrote(Some(carries.clone()));
         }

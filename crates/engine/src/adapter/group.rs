@@ -1,7 +1,7 @@
 //! An engine as a member of groups: it shares one lock with all other changes, and leaves its old group before it joins another.
 //!
-//! Decides the order (leave, then join) and how the time is shared. An old group that cannot be left is no reason not to join: the new one has
-//! another name, and an engine that is stuck in the old one does not answer the join either, which then says so.
+//! Decides the order (leave, then join) and how the time is shared. An old group that the engine cannot leave does not prevent the join:
+//! the new group has another name. An engine that is stuck in the old one does not respond to the join either, which then reports it.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -45,7 +45,7 @@ impl<S: Server> EngineGroup for Member<S> {
             tracing::warn!(engine = self.inner.server.url(), %error, "the group before cannot be left");
         }
         let cleared = begun.elapsed();
-        // From here on it may be in the group, whatever it answers.
+        // From here on it may be in the group, whatever it responds.
         self.inner.group.set(Some(join.name.clone()));
         self.server.join(join, until).await?;
         Ok(GroupJoined { cleared, joined: begun.elapsed().saturating_sub(cleared) })

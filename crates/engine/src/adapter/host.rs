@@ -1,7 +1,7 @@
 //! An install that is fed from shared host memory.
 //!
-//! The workers hear of buckets and check them before the pause, which begins only when there is no room for more, or nothing more to come.
-//! Decides that moment; the rest is the session's.
+//! The workers receive descriptions of buckets and check them before the pause. The pause begins only when there is no room for more, or
+//! nothing more to come. Decides that moment; the session decides the rest.
 
 use std::sync::Arc;
 
@@ -21,7 +21,7 @@ struct Owner {
     digest: HostDigest,
 }
 
-/// Looks at the server, waits for the turn to change it, and has its workers connect.
+/// Checks the server, waits for the lock on its changes, and makes its workers connect.
 pub(super) async fn begin<S: Server>(inner: Arc<Inner<S>>, job: HostJob) -> Result<Box<dyn HostInstall>, InstallError> {
     let tensors: Vec<_> = job.layout.tensors().cloned().collect();
     let mut session = Session::open(inner, job.terms.clone(), &tensors).await?;
@@ -60,12 +60,12 @@ impl HostInstall for Owner {
 struct FromHost<S: Server> {
     job: HostJob,
     feed: Box<dyn HostFeed>,
-    /// Set from the moment that the engine loads.
+    /// Set once the engine loads.
     busy: Option<Busy<S>>,
 }
 
 impl<S: Server> FromHost<S> {
-    /// Frees the workers, and sees that an engine that began to load is held.
+    /// Releases the workers. An engine that began to load stays paused.
     async fn fail(&mut self, session: &mut Session<S>, step: &'static str, source: EngineError) -> InstallError {
         self.feed.fail(&source.to_string(), session.whole).await;
         self.busy = None;

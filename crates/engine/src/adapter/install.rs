@@ -1,6 +1,7 @@
 //! An install from a directory: the server loads it in one call.
 //!
-//! Decides when a load is repeated, and that a load counts only when the engine opened a weight file. What a failure means is the session's.
+//! Decides when a load is repeated, and that a load counts only if the engine opened a weight file. The session decides the meaning of a
+//! failure.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -49,7 +50,7 @@ impl<S: Server> Inner<S> {
         session.conclude(job.terms.version.clone(), None).await
     }
 
-    /// Loads; a load that failed is repeated once from the same complete directory, the engine still paused.
+    /// Loads. A failed load is repeated once from the same complete directory, with the engine still paused.
     async fn load(&self, job: &InstallJob, staged: Option<&Path>, was_half: bool, until: Until) -> Result<(), EngineError> {
         let witness = Evidence::watch(staged.unwrap_or(&job.local_directory));
         if was_half {
@@ -57,7 +58,7 @@ impl<S: Server> Inner<S> {
         }
         match self.server.load(&job.directory, until).await {
             Ok(()) => {}
-            // A load that may still run must not be joined by a second one; one that never arrived left nothing to repair.
+            // A second load must not overlap one that may still run. A load that never arrived left nothing to repair.
             Err(error @ EngineError::Timeout { .. }) => return Err(error),
             Err(error) if never_arrived(&error) => return Err(error),
             Err(error) => {

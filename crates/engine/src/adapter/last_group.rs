@@ -1,11 +1,11 @@
-//! The name of the group that an engine was last brought into. It outlives the agent where there is a place for a file: an engine that is
-//! not asked to leave keeps the communicator, and its memory, until it ends. Decides nothing: a lost name costs only that memory.
+//! The name of the engine's last group. It outlives the agent if there is a place for a file: without a request to leave, an engine keeps
+//! the communicator and its memory until it ends. Decides nothing: a lost name costs only that memory.
 
 use std::path::PathBuf;
 
 use parking_lot::Mutex;
 
-/// Longest name that is believed; ours have a few dozen bytes.
+/// Longest accepted name in bytes; ours have a few dozen.
 const MOST: usize = 512;
 
 pub(super) struct LastGroup {
@@ -14,7 +14,7 @@ pub(super) struct LastGroup {
 }
 
 impl LastGroup {
-    /// As the agent's life before left it.
+    /// As the agent's previous incarnation left it.
     pub(super) fn new(file: Option<PathBuf>) -> Self {
         let left = file.as_deref().and_then(|file| std::fs::read_to_string(file).ok());
         let name = left.filter(|name| !name.is_empty() && name.len() <= MOST && name.chars().all(|c| c.is_ascii_graphic()));

@@ -1,10 +1,10 @@
 //! The one token that shows that an engine computes with its weights, and when it may be requested after the install.
 //!
-//! A token proves that a pause ended, so a paused engine is waited for. An engine that was never paused needs no such proof, and its token
-//! may wait for the requests of users for as long as those take (an LMDeploy under load: 1.3 s, alone 41 ms): once it generated after an
-//! install of the same way, it is requested after the version counts ([`Engine::see_owed_answer`](crate::Engine::see_owed_answer)). Nothing
-//! is taken on trust by that but that it computes: what it holds was compared before. It never judges what is answered, which is the
-//! canary's, and a canary is always waited for.
+//! A token proves that a pause ended, so an install waits for it if the engine was paused. An engine that was never paused needs no such
+//! proof. Its token may wait for the requests of users as long as those take (an LMDeploy under load: 1.3 s, alone 41 ms). If it generated
+//! after an earlier install by the same route, the token is requested after the version counts
+//! ([`Engine::see_owed_answer`](crate::Engine::see_owed_answer)). Only the proof that it computes is delayed: the weights were compared
+//! before. It never judges the token, which is the canary's task; an install always waits for a canary.
 
 use std::time::{Duration, Instant};
 
@@ -17,14 +17,15 @@ use crate::server::Server;
 use crate::{EngineError, EngineStart, Holding, InstallError, Left};
 use weightsync_core::protocol::HeldVersion;
 
-/// Longest wait for the one token after the switch; the first of a fresh vLLM 0.32 took 5.5 s on an idle CPU machine and 30 s on a busy one.
+/// Longest wait for the one token after the switch; the first of a fresh vLLM 0.32 took 5.5 s on an idle CPU machine and 30 s on a busy
+/// one.
 pub(super) const MOST_GENERATE: Duration = Duration::from_secs(60);
 
-/// Longest time for which an engine may owe its answer: where updates follow each other so closely that it is never asked in between, one of
+/// Longest time for which a token may stay pending. If updates follow each other so closely that it is never requested in between, one of
 /// them waits for it.
 const MOST_OWED: Duration = Duration::from_secs(10);
-/// It is asked after this long, because trainers that publish again at once would find it generating: that costs an LMDeploy 0.18 which joins
-/// groups half of its speed.
+/// Delay before the request. Trainers that publish again at once would find the engine generating, which halves the speed of an LMDeploy
+/// 0.18 that joins groups.
 const QUIET: Duration = Duration::from_millis(150);
 
 /// The start that generated after an install, and its pending token.
@@ -46,7 +47,7 @@ impl Proven {
         self.with(|known| *known = Some(Generated { start: start.clone(), way, owes: None }));
     }
 
-    /// Whether this start may answer later; it owes an answer from then on.
+    /// Whether the token of this start may come later; if so, it is pending from then on.
     pub(super) fn may_owe(&self, start: &EngineStart, way: &'static str) -> bool {
         self.with(|known| {
             let known = known.as_mut().filter(|known| known.start == *start && known.way == way);
@@ -54,7 +55,7 @@ impl Proven {
         })
     }
 
-    /// No token is pending any more: it answered, or it failed and is waited for next time.
+    /// No token is pending any more: the engine responded, or it failed and the next install waits for one.
     fn settle(&self, answered: bool) {
         self.with(|known| match known {
             Some(known) if answered => known.owes = None,
@@ -66,12 +67,12 @@ impl Proven {
 enum Silent {
     /// No caller is waiting.
     Gone(EngineError),
-    /// What it computes with is not what it was given.
+    /// It computes with other weights than it was given.
     Spoiled(EngineError),
 }
 
 impl<S: Server> Inner<S> {
-    /// One token from the new weights. An engine that is merely busy passes; one that fails to compute does not.
+    /// One token from the new weights. A merely busy engine passes; one that fails to compute does not.
     pub(super) async fn generate(&self, marked: &HeldVersion, until: Until, whole: Until) -> Result<(), InstallError> {
         match self.token(until, whole).await {
             Ok(()) => Ok(()),
@@ -83,7 +84,7 @@ impl<S: Server> Inner<S> {
     /// The same, for an install that ended before.
     pub(super) async fn see_owed_answer(&self, version: &HeldVersion, whole: Until) -> Result<(), InstallError> {
         tokio::time::sleep(QUIET).await;
-        // Anyone who replaced the version, or is about to, asks for an answer as well.
+        // A caller that replaced the version, or is about to, requests a token as well.
         drop(self.turn(whole).await.map_err(|error| at("probe")(error).left(Left::Unknown))?);
         if self.server.holding(whole).await.is_ok_and(|holds| holds != Holding::Version(version.clone())) {
             return Ok(());
@@ -94,11 +95,11 @@ impl<S: Server> Inner<S> {
                 return Ok(());
             }
             Err(Silent::Gone(source)) => return Err(self.seen(Failed { step: "probe", source }).left(Left::Unknown)),
-            // Another client put it to sleep meanwhile: it computes nothing, and its version ends with that.
+            // Another client put it to sleep meanwhile: it computes nothing, and its version has ended.
             Err(Silent::Spoiled(_)) if self.server.is_paused(whole).await.is_ok_and(|paused| paused) => return Ok(()),
             Err(Silent::Spoiled(source)) => source,
         };
-        // An install that is under way waits for its own token.
+        // An install in progress waits for its own token.
         self.proven.settle(false);
         let failed = Failed { step: "probe", source };
         let turn = self.turn(whole).await;
@@ -111,7 +112,7 @@ impl<S: Server> Inner<S> {
         }
     }
 
-    /// Whether it computes with weights that are not a WeightSync version: one token, or a sign of life from a busy engine.
+    /// Whether it computes with weights that are no WeightSync version: one token, or a sign of activity from a busy engine.
     pub(super) async fn computes(&self, until: Until) -> Result<(), EngineError> {
         match self.token(until, until).await {
             Ok(()) => Ok(()),

@@ -1,6 +1,6 @@
-//! The way out of half an update when no version can be brought in time: the weights that the server started with, whole.
+//! The way out of half an update if no version can be installed in time: the complete start-up weights of the server.
 //!
-//! Decides the order, and what is left when even that fails: an engine that stays paused, holds no request, and carries the mark.
+//! Decides the order, and the final state if even that fails: an engine that stays paused, holds no request, and carries the mark.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -15,14 +15,14 @@ use crate::{EngineError, Holding};
 use weightsync_core::protocol::{HeldVersion, KvCachePolicy, PausePolicy};
 
 impl<S: Server> Inner<S> {
-    /// Puts the start-up weights back and lets the engine run.
+    /// Restores the start-up weights and resumes the engine.
     pub(super) async fn put_back(self: &Arc<Self>, whole: Until) -> Result<(), EngineError> {
         let until = whole.keeping(whole.total() / 5);
         let _turn = self.turn(until).await?;
         let put_back = self.load_startup(until).await;
         if let Err(error) = &put_back {
             self.start.failed(error);
-            // No client waits for ever on an engine that will not answer.
+            // No client waits without end for an engine that will not respond.
             if let Err(error) = self.server.abort_all(whole.at_most(Duration::from_secs(10))).await {
                 tracing::warn!(engine = self.server.url(), %error, "the requests of an engine that holds half an update cannot be ended");
             }

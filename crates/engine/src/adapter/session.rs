@@ -1,10 +1,10 @@
-//! The life of one install, whichever way the weights come: opened, held, loading, whole, running.
+//! The states of one install, whatever the route of the weights: opened, held, loading, whole, running.
 //!
-//! Decides what an engine is left with after each ending. Until the load nothing of the engine's weights was touched, and a failure undoes the
-//! pause. From the load to the version's text the engine may hold a mixture, and a failure leaves it paused with the mark on it. After that its
-//! weights are whole, and a failure leaves open whether it runs. A part of the deadline is kept for what a failure has to undo. It never says
-//! that an engine holds a version unless the engine ran with it and answered. An engine that is not paused serves while it loads: when, is kept
-//! ([`crate::mixed`]).
+//! Decides the state of the engine after each ending. Before the load, none of the engine's weights changed, and a failure undoes the
+//! pause. From the load until the version is written, the engine may hold a mixture, and a failure leaves it paused and marked. After that
+//! its weights are complete, and a failure leaves open whether it runs. A part of the deadline is reserved to undo a failure. It never
+//! reports that an engine holds a version unless the engine ran with it and responded. An engine that is not paused serves while it loads;
+//! that time is recorded ([`crate::mixed`]).
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -24,10 +24,10 @@ use crate::{EngineError, EngineStart, Holding, InstallError, InstallReport, Inst
 use weightsync_core::protocol::{HeldVersion, KvCachePolicy, PausePolicy};
 use weightsync_core::weights::TensorSpec;
 
-/// Longest time kept back for undoing.
+/// Longest time reserved for undoing.
 const MOST_RESERVE: Duration = Duration::from_secs(10);
 
-/// A failed step, before it is known what it left the engine with.
+/// A failed step, before its effect on the engine is known.
 pub(super) struct Failed {
     pub(super) step: &'static str,
     pub(super) source: EngineError,
@@ -73,35 +73,35 @@ impl Steps {
     }
 }
 
-/// How far an install came.
+/// Progress of an install.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Stage {
     /// The engine was only checked.
     Opened,
-    /// It is paused, where the policy pauses, and marked.
+    /// It is marked, and paused if the policy pauses.
     Held,
     /// Its weights may be a mixture.
     Loading,
-    /// They are whole, and its version field says so.
+    /// They are complete, and its version field shows that.
     Whole,
 }
 
-/// Shared by the task of an install and its owner: the state of the engine if the task ended now.
+/// Shared by the task of an install and its owner: the engine's state if the task ended now.
 pub(super) type LeftNow = Arc<Mutex<Left>>;
 
-/// One install. It has the turn to change the engine for as long as it lives.
+/// One install. It holds the lock on changes of the engine while it exists.
 pub(super) struct Session<S: Server> {
     pub(super) inner: Arc<Inner<S>>,
     pub(super) terms: InstallTerms,
     pub(super) steps: Steps,
-    /// The end of the whole, and of what may be done before a failure is undone.
+    /// The end of the whole install, and the end of all work before the time to undo a failure.
     pub(super) whole: Until,
     pub(super) until: Until,
     /// Whether the engine is paused by this install.
     pub(super) pauses: bool,
     /// Whether its trainer had paused it before the load.
     quiet: bool,
-    /// Since when an engine that this install does not pause may serve a mixture, in ms since 1970; none where it cannot.
+    /// Since when an engine without a pause may serve a mixture, in ms since 1970; `None` if it cannot.
     serves_since: Option<u64>,
     before: Before,
     stage: Stage,
@@ -110,7 +110,7 @@ pub(super) struct Session<S: Server> {
 }
 
 impl<S: Server> Session<S> {
-    /// Waits for the lock on the engine, and checks it; `offered` must replace all that it was started with.
+    /// Waits for the lock on the engine, and checks it; `offered` must replace all its start-up tensors.
     pub(super) async fn open(inner: Arc<Inner<S>>, terms: InstallTerms, offered: &[TensorSpec]) -> Result<Self, InstallError> {
         let whole = Until::new(terms.timeout);
         let until = whole.keeping(MOST_RESERVE.min(terms.timeout / 5));
@@ -123,14 +123,14 @@ impl<S: Server> Session<S> {
         let (turn, before) = opened.await.map_err(|failed| inner.seen(failed).left(Left::AsBefore))?;
         let half = before.is_half();
         if !half {
-            // Another start, or weights that are whole.
+            // Another start, or complete weights.
             inner.mixed.close(now_ms());
         }
         Ok(Self {
             steps: Steps::new(),
             whole,
             until,
-            // A half-updated engine is paused by us whatever the policy: it must not serve before it is whole.
+            // A half-updated engine is paused whatever the policy: it must not serve before it is complete.
             pauses: half || terms.pause != PausePolicy::External,
             quiet: false,
             serves_since: None,
@@ -152,7 +152,7 @@ impl<S: Server> Session<S> {
         self.before.is_half()
     }
 
-    /// Pauses where the policy pauses, and marks. A failure is undone.
+    /// Pauses if the policy pauses, and marks. A failure is undone.
     pub(super) async fn hold(&mut self) -> Result<(), InstallError> {
         let cancel = self.terms.cancel.clone();
         let held = unless_cancelled(&cancel, "pause", async {
@@ -162,7 +162,7 @@ impl<S: Server> Session<S> {
             self.inner.write(Holding::HalfAnUpdate(self.terms.version.clone()), self.until).await.map_err(at("pause"))
         });
         let held = held.await;
-        // A pause or a mark that failed may have taken effect.
+        // A failed pause or mark may still have taken effect.
         self.stage = Stage::Held;
         match held {
             Ok(()) if self.pauses => {
@@ -194,7 +194,7 @@ impl<S: Server> Session<S> {
         matches!(self.inner.server.is_paused(until).await, Ok(true))
     }
 
-    /// Keeps the window of an engine that its trainer had paused, where it was let run before the load was over.
+    /// Records the window of an engine that its trainer had paused and resumed before the load ended.
     async fn see_whether_it_stayed_quiet(&self, until: Until) {
         if let Some(since) = self.serves_since.filter(|_| self.quiet)
             && !self.is_quiet(until).await
@@ -203,7 +203,7 @@ impl<S: Server> Session<S> {
         }
     }
 
-    /// What was feared did not happen: the engine never took the first bytes.
+    /// The load had no effect: the engine never accepted the first bytes.
     pub(super) fn never_loaded(&mut self) {
         self.stage = Stage::Held;
         if self.serves_since.is_some() {
@@ -212,13 +212,13 @@ impl<S: Server> Session<S> {
         *self.left.lock() = if self.was_half() { Left::Mixture } else { Left::AsBefore };
     }
 
-    /// Says that the engine may be too busy to answer, for as long as the answer lives.
+    /// Marks the engine as possibly too busy to respond, until the returned value is dropped.
     pub(super) fn busy(&self) -> Busy<S> {
         Busy::new(self.inner.clone())
     }
 
-    /// All is loaded: compares, gives the engine the version's text, lets it run, and sees that it answers. `way` names a way in which an
-    /// engine that was never stopped may answer later.
+    /// Everything is loaded: compares, writes the version, resumes the engine, and checks that it responds. `way` names a route by which an
+    /// engine without a pause may respond later.
     pub(super) async fn conclude(&mut self, version: HeldVersion, way: Option<&'static str>) -> Result<InstallReport, InstallError> {
         self.steps.done("load");
         self.see_whether_it_stayed_quiet(self.until).await;
@@ -250,12 +250,12 @@ impl<S: Server> Session<S> {
         Ok(InstallReport { start, steps_ms: std::mem::take(&mut self.steps.done), owes_answer })
     }
 
-    /// Ends it early, and says what the engine is left with.
+    /// Ends it early, and returns the engine's state.
     pub(super) async fn fail(&mut self, failed: Failed) -> InstallError {
         self.fail_within(failed, self.whole).await
     }
 
-    /// The same, where the engine may answer nothing for as long as others wait for this end.
+    /// The same, for an engine that may not respond while others wait for this end.
     pub(super) async fn fail_within(&mut self, failed: Failed, undo: Until) -> InstallError {
         let failed = self.inner.seen(failed);
         if self.stage == Stage::Loading {
@@ -282,9 +282,9 @@ impl<S: Server> Session<S> {
         error
     }
 
-    /// No weight was touched: gives back what was there before, as far as that can be seen.
+    /// No weight changed: restores the earlier state, as far as that can be confirmed.
     async fn undo(&self, Failed { step, source }: Failed, undo: Until) -> InstallError {
-        // Only the marked process itself gets its old text back: a successor holds its start-up weights.
+        // Only the marked process gets its old text back: a successor holds its start-up weights.
         let unmarked = match self.carries_the_mark(undo).await {
             Ok(true) => self.inner.write(self.before.holding.clone(), undo).await,
             Ok(false) => Ok(()),
@@ -312,7 +312,7 @@ impl<S: Server> Session<S> {
         Ok(fingerprint == self.before.fingerprint && holding == Holding::HalfAnUpdate(self.terms.version.clone()))
     }
 
-    /// Empties caches, sees that it is still the same start, and gives the engine the version's text as the very last word.
+    /// Empties caches, checks that it is still the same start, and writes the version as the very last step.
     async fn check(&self, version: &HeldVersion) -> Result<EngineStart, Failed> {
         let (inner, until) = (&self.inner, self.until);
         if self.terms.kv_cache == KvCachePolicy::Reset {
@@ -342,7 +342,7 @@ impl<S: Server> Session<S> {
 }
 
 impl<S: Server> Inner<S> {
-    /// Takes a failed call into account as a sign of a restart.
+    /// Evaluates a failed call as a sign of a restart.
     pub(super) fn seen(&self, failed: Failed) -> Failed {
         self.start.failed(&failed.source);
         failed
@@ -352,7 +352,7 @@ impl<S: Server> Inner<S> {
     async fn look_at_server(&self, offered: &[TensorSpec], until: Until) -> Result<Before, Failed> {
         self.fits(offered).map_err(at("start"))?;
         let (before, _) = self.sight(until).await.map_err(at("start"))?;
-        // What sleeps has no memory to write into. Half an update was ours, and so may be the sleep.
+        // A sleeping engine has no memory to write into. If it holds half an update, the sleep may be ours.
         if !before.is_half() && self.look_whether_it_sleeps(until).await.map_err(at("start"))? {
             return Err(Failed { step: "start", source: EngineError::Asleep { url: self.server.url().to_owned() } });
         }
@@ -361,7 +361,7 @@ impl<S: Server> Inner<S> {
 
     /// Connects to the process that listens now, and checks its start and its version.
     pub(super) async fn sight(&self, until: Until) -> Result<(Before, EngineStart), EngineError> {
-        // On the same machine the connection is taken at once, whatever the server is busy with.
+        // On the same machine the connection is accepted at once, whatever the server does.
         self.start.hold(Lifeline::open(self.server.url(), until.left() / 4).await);
         let look = self.start.look();
         let fingerprint = self.server.fingerprint(until).await?;
@@ -381,12 +381,12 @@ impl<S: Server> Inner<S> {
         Err(Failed { step: "pause", source: EngineError::BadReply { url: self.server.url().to_owned(), what } })
     }
 
-    /// The engine may hold a mixture: sees that it is paused.
+    /// The engine may hold a mixture: makes sure that it is paused.
     pub(super) async fn hold_mixture(&self, failed: Failed, whole: Until) -> InstallError {
         let failed = self.seen(failed);
         let held = match self.server.is_paused(whole).await {
             Ok(true) => Ok(()),
-            // The trainer keeps the pausing to itself, or it was just resumed.
+            // The trainer does the pausing, or the engine was just resumed.
             Ok(false) | Err(_) => self.server.pause_mixture(PausePolicy::Keep, KvCachePolicy::Keep, whole).await,
         };
         match held {
@@ -397,7 +397,7 @@ impl<S: Server> Inner<S> {
     }
 }
 
-/// Says that the engine core may be too busy to answer because of us, for as long as it lives.
+/// While it exists, the engine core may be too busy with our work to respond.
 pub(super) struct Busy<S>(Arc<Inner<S>>);
 
 impl<S> Busy<S> {

@@ -1,6 +1,6 @@
-//! What an engine holds after an ending that proved nothing.
+//! The state of an engine after an ending that proved nothing.
 //!
-//! Decides what lets the engine run again: weights that are whole, by its own version field, and an answer computed with them. It never
+//! Decides when the engine may run again: it needs complete weights, by its own version field, and an answer computed with them. It never
 //! resumes an engine that may hold half an update, and never ends a trainer's own pause.
 
 use super::Inner;

@@ -1,5 +1,5 @@
-//! Laws of versions: when one counts, when it may go back, when it is refused for all, and how far those in service may be apart
-//! (`docs/decisions/0006-going-back.md`, `0007-canary.md`, `0009-skew.md`).
+//! Invariants of versions: when one counts, when the group may go back, when one is refused for all, and how far apart those in service may
+//! be (`docs/decisions/0006-going-back.md`, `0007-canary.md`, `0009-skew.md`).
 
 use std::collections::BTreeSet;
 
@@ -10,7 +10,7 @@ use super::STRAY;
 use crate::agent::Agent;
 use crate::world::{World, version_of};
 
-/// Rollouts that can be spoken with, with what they said last.
+/// Reachable rollouts, with their last reports.
 fn heard(world: &World, view: &MembershipView) -> Vec<(MemberView, MemberState)> {
     let lost = |reason: Reason| matches!(reason, Reason::AgentLost | Reason::AgentMissing);
     let rollouts = view.members.iter().filter(|shown| shown.role == Role::Rollout && world.law.planned.contains_key(&shown.name));
@@ -23,7 +23,7 @@ fn heard(world: &World, view: &MembershipView) -> Vec<(MemberView, MemberState)>
     said.collect()
 }
 
-/// What a replica serves, unless its engine may hold half of it.
+/// The version that a replica serves; `None` if its engine may hold half an update.
 fn serves(state: &MemberState) -> Option<Version> {
     state.installed.as_ref().filter(|_| state.phase != MemberPhase::Dirty).map(|held| held.version)
 }
@@ -60,7 +60,7 @@ impl World {
         (self.law.version, self.law.highest) = (version, highest.max(version));
     }
 
-    /// A version is refused for all when more refuse it than took it, and then it is.
+    /// A version is refused for all if and only if more replicas refuse it than accepted it.
     pub(super) fn check_refused(&mut self, view: &MembershipView) {
         if self.rules.policy.canary.is_none() {
             return;
@@ -78,7 +78,7 @@ impl World {
             }
         }
         let (now, current) = (self.now, version_of(view).unwrap_or(0));
-        // The truth, as far as the controller could have heard of it.
+        // The true state, as far as the controller could have received it.
         let known = |slot: &usize| {
             let here = &self.slots[*slot];
             here.attached == Some(self.reign) && !here.frozen && !here.terminating && now >= here.slow.1.max(here.stream_floor)
@@ -100,10 +100,10 @@ impl World {
         }
     }
 
-    /// Versions in service are no further apart than the object allows, and no one is taken out of service for less.
+    /// Versions in service are no further apart than the object allows, and no replica is taken out of service without need.
     pub(super) fn check_skew(&mut self, view: &MembershipView) {
         let (Some(most), Some(current)) = (self.rules.policy.max_skew, version_of(view)) else { return };
-        // A controller that stepped down sees nothing any more.
+        // A controller that stepped down receives nothing any more.
         if view.returned.is_some() || self.law.stepped_down {
             return;
         }
@@ -116,7 +116,7 @@ impl World {
         if newest - oldest > most {
             self.fail(|| format!("versions {oldest} and {newest} are in service at once, membership.maxSkew is {most}"));
         }
-        // What is too new to serve makes no one too old.
+        // A version that is too new to serve makes no other version too old.
         let ahead = held.iter().map(|(_, version, _)| *version).filter(|version| version.saturating_sub(current) <= most);
         let highest = ahead.fold(current, Version::max);
         for (shown, version, in_service) in &held {
