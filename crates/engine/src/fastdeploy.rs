@@ -2,11 +2,11 @@
 //!
 //! Decides paths, bodies and which reply means success. Facts: `docs/features/weight_update.md` (25e866cc), `engine/common_engine.py`
 //! (`_control_pause`, `_control_update_weights`, the 60 s of `_call_worker`), `worker/gpu_model_runner.py` (`sleep`, `wakeup`) and
-//! `rl/dynamic_weight_manager.py` of PaddlePaddle/FastDeploy; no server was run. Four of them shape this file: a sleep or wake-up with two
-//! tags ends at the first that has nothing to do, and says success; a wake-up lets the engine run by itself; it checks neither that all
-//! parameters came nor that a name is known; and a control call that took 60 s is answered with an error while the workers continue. `POST
-//! /v1/update_weights` moves weights by `checkpoint_transfer`, a library that is not public: it is called only where WeightSync's own takes
-//! that library's place ([`steps`]).
+//! `rl/dynamic_weight_manager.py` of PaddlePaddle/FastDeploy; no server was run. Four of them shape this file. A sleep or wake-up with two
+//! tags ends at the first that has nothing to do, and reports success. A wake-up resumes the engine by itself. It checks neither that all
+//! parameters came nor that a name is known. And after 60 s a control call returns an error while the workers continue. `POST
+//! /v1/update_weights` moves weights by `checkpoint_transfer`, a library that is not public: it is called only if WeightSync's own replaces
+//! that library ([`steps`]).
 
 mod async_ipc;
 pub(crate) mod snapshot;
@@ -38,10 +38,10 @@ use weightsync_core::protocol::{CanaryPolicy, EngineFacts, KvCachePolicy, PauseP
 use weightsync_core::weights::TensorSpec;
 
 const KIND: &str = "fastdeploy";
-/// `--port` when it is not given.
+/// The default of `--port`.
 const PORT: u16 = 8000;
 const NEWER: &str = "use FastDeploy 2.6 or newer";
-/// What the engine waits for its workers before it answers with an error (`_call_worker(control_request, 60)`).
+/// After this time the engine stops waiting for its workers and returns an error (`_call_worker(control_request, 60)`).
 const WORKERS: Duration = Duration::from_secs(60);
 
 pub(super) fn connect(config: EngineConfig) -> Result<Arc<dyn Engine>, EngineError> {
@@ -63,12 +63,12 @@ struct Fastdeploy {
     /// As this process sees it.
     model_directory: Mutex<Option<PathBuf>>,
     seen: Mutex<Option<EngineProcess>>,
-    /// What the next call of `/v1/update_weights` names.
+    /// The step that the next call of `/v1/update_weights` names.
     step: Mutex<Option<Step>>,
 }
 
 impl Fastdeploy {
-    /// POST of a control route, which says success in so many words.
+    /// POST of a control route, which must report success explicitly.
     async fn control(&self, path: &str, until: Until) -> Result<(), EngineError> {
         success(self.http.url(), self.http.post(path, None, until).await?).map(drop)
     }
@@ -80,7 +80,7 @@ impl Fastdeploy {
         }
         let port = self.http.port().to_string();
         *seen = process::find(&self.processes, |process| {
-            // `python -m ...`, or the program of that name, run by itself or by its interpreter.
+            // `python -m ...`, or the program of that name, started directly or by its interpreter.
             let module = process.words.iter().any(|word| word == "fastdeploy.entrypoints.openai.api_server");
             let program = process.words.iter().take(2).any(|word| word == "fastdeploy" || word.ends_with("/fastdeploy"));
             (module || program) && process.value("--port").map_or(port == PORT.to_string(), |named| named == port)
@@ -110,7 +110,7 @@ impl Fastdeploy {
         Ok(root)
     }
 
-    /// Name and directory of the model that it serves. Asleep it does not say.
+    /// Name and directory of the model that it serves. It does not report them while it sleeps.
     async fn served(&self, until: Until) -> Result<(String, String), EngineError> {
         let answer = self.http.get("/v1/models", until).await?.json()?;
         let text = |name: &str| answer.value().pointer(&format!("/data/0/{name}")).and_then(Value::as_str).map(str::to_owned);
@@ -129,7 +129,7 @@ impl Fastdeploy {
         of_files(directory.clone(), until, move || Snapshot::find(&directory).and_then(work)).await
     }
 
-    /// The step that was laid last, into every rank.
+    /// Loads the last prepared step into every rank.
     async fn update(&self, until: Until) -> Result<(), EngineError> {
         let url = self.http.url();
         let Some(step) = self.step.lock().clone() else {
@@ -141,7 +141,7 @@ impl Fastdeploy {
         step.was_taken(answer.value(), ranks).map_err(|what| EngineError::NotSuccess { url: url.to_owned(), body: what })
     }
 
-    /// Whether its weights are loaded and its workers live.
+    /// Whether its weights are loaded and its workers run.
     async fn has_weights(&self, until: Until) -> Result<bool, EngineError> {
         let reply = self.http.get("/health", until).await?;
         match reply.status() {
@@ -152,7 +152,7 @@ impl Fastdeploy {
     }
 }
 
-/// Files are moved off the threads that serve others.
+/// Moves files on a thread that serves no other task.
 async fn of_files<T: Send + 'static>(
     place: PathBuf,
     until: Until,
@@ -164,7 +164,7 @@ async fn of_files<T: Send + 'static>(
     }
 }
 
-/// `{"status": "success"}` with 200. An error that says that the workers took too long is no end of their work.
+/// `{"status": "success"}` with 200. After an error about slow workers, the workers may continue.
 fn success(url: &str, reply: Reply) -> Result<Answer, EngineError> {
     if reply.status() == 500 {
         let error = reply.into_status();
@@ -279,7 +279,7 @@ impl Server for Fastdeploy {
         Ok(self.process().map_or_else(|| UNKNOWN.to_owned(), |process| process.start))
     }
 
-    /// The question whether it is paused goes through the engine.
+    /// The request for its pause state goes through the engine.
     async fn holding(&self, until: Until) -> Result<Holding, EngineError> {
         self.is_paused(until).await?;
         Ok(self.record.read(&self.fingerprint(until).await?))
@@ -331,8 +331,8 @@ impl Server for Fastdeploy {
         self.of_snapshot(until, move |snapshot| snapshot.stage(&from)).await.map(Some)
     }
 
-    /// The snapshot is replaced, and read: both tags asleep one by one, then both awake in one call, because a call with two tags ends at
-    /// the first that has nothing to do. It resumes by itself then, so it is paused at once, until it was checked.
+    /// The snapshot is replaced, and read. Both tags sleep one by one, then both wake in one call, because a call with two tags ends at the
+    /// first that has nothing to do. The engine then resumes by itself, so it is paused at once, until it was checked.
     async fn load(&self, _: &Path, until: Until) -> Result<(), EngineError> {
         if matches!(self.strategy(), Strategy::Steps(_)) {
             return self.update(until).await;
@@ -358,7 +358,7 @@ impl Server for Fastdeploy {
         Ok(())
     }
 
-    /// Pausing empties them, and sleeping frees them.
+    /// A pause empties them, and sleep frees them.
     async fn reset_cache(&self, _: Until) -> Result<(), EngineError> {
         Ok(())
     }
@@ -381,7 +381,7 @@ impl Server for Fastdeploy {
         self.control("/v1/pause", until).await
     }
 
-    /// The snapshot that was there before the first version, where it was kept.
+    /// The snapshot from before the first version, if it was kept.
     async fn startup_checkpoint(&self, until: Until) -> Result<String, EngineError> {
         let directory = self.model_directory(until).await?;
         let kept = snapshot::kept(&directory);

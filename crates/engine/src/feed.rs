@@ -1,7 +1,7 @@
-//! What the part of a server that differs from engine to engine does with buckets: one feed an install.
+//! The part of feeding buckets that differs from engine to engine: one feed for each install.
 //!
-//! A feed decides messages and which reply counts as success. It never decides what a failure means for the replica ([`super::adapter`]
-//! does), and it never waits without the deadline that it is given.
+//! A feed decides messages and which reply counts as success. It never decides the meaning of a failure for the replica ([`super::adapter`]
+//! does), and it never waits without the given deadline.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -17,13 +17,13 @@ use weightsync_torch::Piece;
 
 #[async_trait]
 pub(super) trait Feed: Send {
-    /// One bucket, whole tensors.
+    /// One bucket of whole tensors.
     async fn bucket(&mut self, bucket: &DeviceBucket, until: Until) -> Result<Released, EngineError>;
 
     /// Whether the engine may have begun to write into its weights.
     fn touched(&self) -> bool;
 
-    /// The engine's last step: post-processing, and letting go of our memory.
+    /// The engine's last step: post-processing, and the release of our memory.
     async fn close(&mut self, until: Until) -> Result<(), EngineError>;
 
     /// Ends it early and releases all waiting callers.
@@ -33,11 +33,11 @@ pub(super) trait Feed: Send {
 pub(super) struct FeedJob<'a> {
     pub(super) job: &'a DeviceJob,
     pub(super) route: &'a DeviceRoute,
-    /// UUIDs of the GPUs that buckets lie on: those of the route, or where the server does not name its own, those of the first bucket.
+    /// UUIDs of the GPUs of the buckets: those of the route, or, if the server does not report its own, those of the first bucket.
     pub(super) gpus: Vec<String>,
 }
 
-/// The way of checkpoint-engine into a server whose call succeeds in its own words.
+/// The route by checkpoint-engine into a server whose call has its own form of success.
 pub(super) struct CheckpointEngine {
     server: ParameterServer,
     layout: Arc<Layout>,
@@ -77,7 +77,7 @@ impl Feed for CheckpointEngine {
     }
 }
 
-/// The tensors of a bucket; none of them empty, none torn (the adapter checked).
+/// The tensors of a bucket. None is empty or split: the adapter checked that.
 pub(super) fn pieces<'a>(layout: &'a Arc<Layout>, bucket: &DeviceBucket) -> Vec<Piece<'a>> {
     let parts = layout.parts(bucket.bucket.offset, bucket.bucket.bytes);
     let piece = |part: weightsync_core::weights::EntryPart<'a>| Piece {
@@ -90,7 +90,7 @@ pub(super) fn pieces<'a>(layout: &'a Arc<Layout>, bucket: &DeviceBucket) -> Vec<
     parts.map(piece).collect()
 }
 
-/// The error for something that torch has no form for; the version cannot go this way.
+/// The error for a tensor that torch cannot represent; the version cannot use this route.
 pub(super) fn no_form(error: &weightsync_torch::TorchError) -> EngineError {
     EngineError::Unsupported {
         what: error.to_string(),
@@ -98,7 +98,7 @@ pub(super) fn no_form(error: &weightsync_torch::TorchError) -> EngineError {
     }
 }
 
-/// Whether the model at `served` is quantised; none where its `config.json` cannot be read from here.
+/// Whether the model at `served` is quantised; `None` if its `config.json` cannot be read from here.
 pub(super) fn is_quantised(served: Option<&Path>) -> Option<bool> {
     let config = std::fs::read(served?.join("config.json")).ok()?;
     let config: serde_json::Value = serde_json::from_slice(&config).ok()?;

@@ -1,9 +1,9 @@
-//! Whether a version is a whole replacement for the checkpoint that a server was started with.
+//! Whether a version replaces all tensors of a server's start-up checkpoint.
 //!
-//! Engines do not say so themselves: vLLM 0.32 answers 200 to a directory that lacks a tensor, keeps the old values of a layer of its own
-//! and fills the rest of a fused one with uninitialised memory (seen; `model_loader/reload/layerwise.py` takes it for padding). It also
-//! copies integers into a parameter of floats, each as the number that it is (seen). Decides by names, shapes and element types from the
-//! two lists, before anything is touched; never reads values.
+//! Engines do not report that themselves. vLLM 0.32 answers 200 to a directory that lacks a tensor: a separate layer keeps its old values,
+//! and the rest of a fused layer is uninitialised memory (seen; `model_loader/reload/layerwise.py` takes it for padding). It also copies
+//! integers into a parameter of floats, number by number (seen). Decides by names, shapes and element types of the two lists, before
+//! anything changes; never reads values.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -13,17 +13,17 @@ use weightsync_core::protocol::Version;
 use weightsync_core::weights::safetensors::Checkpoint;
 use weightsync_core::weights::{Dtype, TensorSpec};
 
-/// Absent from many checkpoints and from what many trainers send, because it is the embedding under another name.
+/// Missing in many checkpoints and in the publishes of many trainers, because it is the embedding under another name.
 const TIED: &str = "lm_head.weight";
-/// Names that an error shows.
+/// Most names in an error.
 const NAMED: usize = 3;
 
-/// What a version was compared with before its engine is touched.
+/// The comparison of a version before its engine is changed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Fit {
     /// It replaces every tensor of the checkpoint that the engine was started with.
     Whole,
-    /// There is nothing to compare it with, and why.
+    /// There is nothing to compare it with, for this reason.
     Unchecked(String),
 }
 
@@ -35,11 +35,12 @@ pub(super) fn check(served: &Path, tensors: &[TensorSpec]) -> Result<Fit, Engine
     }
 }
 
-/// Compares the tensors of a version with those of the version that the same start of an engine took before. A tensor more is no fault: the one
-/// before may have lacked it.
+/// Compares the tensors of a version with those of the version that the same start of an engine accepted before. An additional tensor is no
+/// fault: the earlier version may have lacked it.
 ///
 /// # Errors
-/// What it lacks, or brings in another shape or an element type that does not stand for the same numbers.
+///
+/// Missing tensors, and those with another shape or an element type that does not represent the same numbers.
 pub fn same_tensors(before: &[TensorSpec], version: Version, offered: &[TensorSpec]) -> Result<(), EngineError> {
     let faults = Faults::of(before, offered, true, |tensor| tensor.full_name().into_owned());
     faults.none_but_unknown().map_err(|what| EngineError::Unsupported {
@@ -62,7 +63,7 @@ pub(super) fn compare(served: &[TensorSpec], version: &[TensorSpec], tied: bool)
     })
 }
 
-/// How one set of tensors differs from another.
+/// The differences between two sets of tensors.
 struct Faults {
     missing: Vec<String>,
     unknown: Vec<String>,
@@ -107,8 +108,8 @@ impl Faults {
     }
 }
 
-/// Whether engines convert one element type into the other and keep the numbers, to rounding: the plain floats, and each type itself. Not integers,
-/// and not the floats of 8 bits and fewer, which need scales.
+/// Whether engines convert one element type into the other and keep the numbers, except for rounding. True for the plain floats, and for
+/// each type to itself. False for integers, and for floats of 8 bits and fewer, which need scales.
 fn converts(offered: Dtype, needed: Dtype) -> bool {
     let plain = |dtype| matches!(dtype, Dtype::F16 | Dtype::BF16 | Dtype::F32 | Dtype::F64);
     offered == needed || plain(offered) && plain(needed)

@@ -1,9 +1,9 @@
-//! Groups that an engine joins by itself: what its server says about that, and the calls by which it joins, receives and leaves.
+//! Groups that an engine joins by itself: its server's facts about them, and the calls to join, receive and leave.
 //!
-//! The third route into an engine, in addition to a directory and this agent's GPU memory, under the same rules: the engine is marked
-//! before a weight is touched, and it runs again only after every bucket was taken and the engine confirmed its last step. The agent moves
-//! no byte: the source's GPU worker broadcasts, the engine's own workers receive. An engine that does not answer is never waited for beyond
-//! a deadline; whether it is stuck is judged by the one token that [`super::Engine::health`] and the end of an install request.
+//! The third route into an engine, in addition to a directory and this agent's GPU memory, under the same rules. The engine is marked
+//! before a weight changes. It runs again only after every bucket was received and the engine confirmed its last step. The agent moves no
+//! byte: the source's GPU worker broadcasts, and the engine's own workers receive. No wait for a silent engine exceeds a deadline. Whether
+//! it is stuck is judged by the one token that [`super::Engine::health`] and the end of an install request.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -25,7 +25,7 @@ use weightsync_torch::{TorchError, dtype_name};
 #[derive(Clone)]
 #[allow(missing_docs)]
 pub struct GroupJoin {
-    /// Its name: of one epoch only.
+    /// Its name; unique to one epoch.
     pub name: String,
     pub place: GroupPlace,
     /// First rank of this engine.
@@ -36,14 +36,13 @@ pub struct GroupJoin {
 /// Times of a join.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GroupJoined {
-    /// Leaving what it was in before.
+    /// Time to leave its earlier group.
     pub cleared: Duration,
-    /// The engine's own call.
+    /// Time of the engine's own call.
     pub joined: Duration,
 }
 
-/// One engine server as a member of groups. All calls end within the time they are given, and one that changes the engine waits for the one
-/// before it.
+/// One engine server as a member of groups. All calls end within their deadline. A call that changes the engine waits for the previous one.
 #[async_trait]
 pub trait EngineGroup: Send + Sync {
     /// Checks whether and how the server can join. [`GroupFacts::why_not`] has the obstacle.
@@ -53,64 +52,65 @@ pub trait EngineGroup: Send + Sync {
     /// there, not that a communicator exists.
     async fn join(&self, join: &GroupJoin, deadline: Duration) -> Result<GroupJoined, EngineError>;
 
-    /// Leaves the group that it was in, if any. Rank 0 must have aborted its communicator: leaving is a rendezvous otherwise.
+    /// Leaves its group, if it is in one. Rank 0 must have aborted its communicator: leaving is a rendezvous otherwise.
     async fn leave(&self, deadline: Duration) -> Result<(), EngineError>;
 
-    /// Whether its server queues the request for a bucket after the one that it works on. Where it does, that request is made as soon as it
-    /// is asked for, see [`begin`](Self::begin).
+    /// Whether its server queues the request for a bucket after the present one. If so, that request is sent as soon as rank 0 needs it;
+    /// see [`begin`](Self::begin).
     fn ahead(&self) -> bool;
 
-    /// Begins an install from the group that it joined last. Nothing is changed before [`DeviceInstall::open`]; places of buckets are
-    /// empty. `asked` is the highest sequence that rank 0 asked for: it asks for a bucket when the one before it was broadcast, so an
-    /// engine that works [`ahead`](Self::ahead) may get it while it still loads that one.
+    /// Begins an install from the group that it joined last. Nothing changes before [`DeviceInstall::open`]; places of buckets are empty.
+    /// `asked` is the highest sequence that rank 0 requested. Rank 0 requests a bucket when the previous one was broadcast, so an engine
+    /// that works [`ahead`](Self::ahead) may get it while it still loads that one.
     async fn begin(&self, job: &DeviceJob, asked: watch::Receiver<Option<u32>>) -> Result<Box<dyn DeviceInstall>, InstallError>;
 }
 
-/// The group calls of one kind of server: paths, bodies and which reply means success. The order is the adapter's.
+/// The group calls of one kind of server: paths, bodies and which reply means success. The adapter decides their order.
 #[async_trait]
 pub(super) trait GroupServer: Send + Sync {
     async fn facts(&self, until: Until) -> Result<GroupFacts, EngineError>;
 
-    /// Leaves the group of that name; an engine that is in none is no error. Without a name: the group that it is in, if that is known.
+    /// Leaves the group with that name; an engine in no group is no error. Without a name: the engine's present group, if it is known.
     async fn leave(&self, name: Option<&str>, until: Until) -> Result<(), EngineError>;
 
     async fn join(&self, join: &GroupJoin, until: Until) -> Result<(), EngineError>;
 
-    /// Whether it must be paused while it receives; else requests that run are ended before and after as the policy says.
+    /// Whether it must be paused while it receives. If not, running requests are ended before and after, as the policy requires.
     fn pauses(&self) -> bool {
         true
     }
 
-    /// Whether requests for buckets are worked off one after the other in the order in which they came, so that one may wait in the server.
+    /// Whether the server processes requests for buckets in the order of their arrival, so that one may wait in the server.
     fn ahead(&self) -> bool {
         false
     }
 
-    /// Opens what an update needs, with a draft model or without. One that was left open (by a trainer that died) is closed first, and its engine counts as touched.
+    /// Opens the session of an update, with or without a draft model. A session that a dead trainer left open is closed first, and its
+    /// engine counts as changed.
     async fn open(&self, name: &str, with_draft: bool, until: Until) -> Result<Box<dyn GroupFeed>, EngineError>;
 }
 
 #[async_trait]
 pub(super) trait GroupFeed: Send + Sync {
-    /// Whether another client's update was found open and closed: the engine may hold a mixture before anything was sent.
+    /// Whether another client's update was found open and was closed: the engine may hold a mixture before anything was sent.
     fn found_open(&self) -> bool;
 
-    /// Has the engine enter the broadcast of these tensors; ends when it says that it took them. `last` is for the last broadcast of the update.
+    /// Makes the engine enter the broadcast of these tensors; ends when it confirms them. `last` marks the last broadcast of the update.
     fn receive(&self, tensors: Tensors, last: bool, until: Until) -> BoxFuture<'static, Result<(), EngineError>>;
 
-    /// What follows is for the draft model; the model is whole.
+    /// Later tensors are for the draft model; the model is complete.
     async fn turn_to_draft(&mut self, _until: Until) -> Result<(), EngineError> {
         Err(EngineError::Unsupported { what: "this engine takes no draft model from a group".into(), next_step: "report this".into() })
     }
 
-    /// The engine's last step, where it was not part of the last request.
+    /// The engine's last step, unless it was part of the last request.
     async fn close(&mut self, until: Until) -> Result<(), EngineError>;
 
-    /// Closes what is open, so that the next update finds nothing in its way.
+    /// Closes the open session, so that it does not block the next update.
     async fn fail(&mut self, until: Until);
 }
 
-/// Whose calls feed an engine from a group.
+/// The group calls that feed an engine.
 pub(super) struct OfGroup {
     pub(super) server: Arc<dyn GroupServer>,
     pub(super) name: String,
@@ -118,7 +118,7 @@ pub(super) struct OfGroup {
     pub(super) asked: watch::Receiver<Option<u32>>,
 }
 
-/// The tensors of one broadcast in torch's words.
+/// The tensors of one broadcast, with torch's names.
 pub(super) struct Tensors {
     pub(super) names: Vec<String>,
     /// `bfloat16` and the like.
@@ -140,21 +140,21 @@ pub(super) struct FromGroup {
     layout: Arc<Layout>,
     feed: Box<dyn GroupFeed>,
     touched: bool,
-    /// The highest sequence that was asked for; none where the server takes one request at a time.
+    /// The highest sequence that was requested; `None` if the server takes one request at a time.
     asked: Option<watch::Receiver<Option<u32>>>,
-    /// Longest wait for one bucket, and the end of the whole.
+    /// Longest wait for one bucket.
     silence: Duration,
     whole: Until,
-    /// The bucket after the one that the engine works on, which was requested already.
+    /// The bucket after the present one, if it was requested already.
     next: Option<(u32, Entering)>,
     section: Section,
 }
 
-/// An engine that is in the broadcasts of one bucket, or about to be.
+/// The request by which an engine enters the broadcasts of one bucket.
 type Entering = AbortOnDropHandle<Result<(), EngineError>>;
 
 impl FromGroup {
-    /// Everything that cannot be sent is refused here, before anything is.
+    /// Refuses everything that cannot be sent, before anything is sent.
     pub(super) async fn open(of: &OfGroup, layout: Arc<Layout>, silence: Duration, until: Until) -> Result<Self, EngineError> {
         for bucket in layout.buckets() {
             for wire in layout.wire(&bucket).map_err(|error| unsendable(&error))? {
@@ -167,7 +167,7 @@ impl FromGroup {
         Ok(Self { layout, feed, touched, asked, silence, whole: until, next: None, section: Section::Model })
     }
 
-    /// Requests that the engine receives a bucket. It continues by itself.
+    /// Sends the request to receive a bucket. The engine then continues by itself.
     fn enter(&mut self, sequence: u32, until: Until) -> Result<Entering, EngineError> {
         let none = || EngineError::Unsupported { what: format!("there is no bucket {sequence}"), next_step: "report this".into() };
         let bucket = self.layout.bucket(sequence).ok_or_else(none)?;
@@ -178,7 +178,7 @@ impl FromGroup {
         let tensors = tensors.into_iter().zip(1..);
         let calls: Vec<_> = tensors.map(|(tensors, number)| self.feed.receive(tensors, is_last && number == count, until)).collect();
         self.touched = true;
-        // None is made before the one before it was answered.
+        // None is sent before the response to the previous one.
         Ok(AbortOnDropHandle::new(tokio::spawn(async move {
             for call in calls {
                 call.await?;
@@ -229,8 +229,8 @@ impl Feed for FromGroup {
     }
 
     async fn fail(&mut self, _: &str, until: Until) {
-        // It is in a broadcast that rank 0 completes. If this engine's failure were reported before, rank 0 would abort, and an engine that
-        // is left in a broadcast may never come out of it.
+        // The engine is in a broadcast that rank 0 completes. If this failure were reported earlier, rank 0 would abort, and an engine that
+        // remains in a broadcast may never leave it.
         if let Some((sequence, entered)) = self.next.take()
             && !matches!(tokio::time::timeout(until.left(), entered).await, Ok(Ok(Ok(()))))
         {
@@ -240,7 +240,7 @@ impl Feed for FromGroup {
     }
 }
 
-/// Waits until the bucket after this one is requested; without end if engines do not work ahead.
+/// Waits until the bucket after this one is requested; pending without end if engines do not work ahead.
 async fn next_is_asked_for(asked: Option<&mut watch::Receiver<Option<u32>>>, sequence: u32) {
     if let Some(asked) = asked
         && asked.wait_for(|asked| asked.is_some_and(|asked| asked > sequence)).await.is_ok()
@@ -254,7 +254,7 @@ fn unsendable(error: &weightsync_core::weights::WireError) -> EngineError {
     EngineError::Unsupported { what: error.to_string(), next_step: "publish from a trainer whose agent has a GPU worker".into() }
 }
 
-/// Refuses a kind of engine that joins no groups.
+/// Refuses an engine kind that joins no groups.
 pub fn no_groups(kind: &str) -> EngineError {
     EngineError::Unsupported {
         what: format!("{kind} joins no group by itself that this agent knows of"),
@@ -262,7 +262,7 @@ pub fn no_groups(kind: &str) -> EngineError {
     }
 }
 
-/// POST that must answer 200 with `field` being exactly `value`.
+/// POST that must return 200 with `field` equal to `value`.
 pub(super) async fn post_ok(
     http: &EngineHttp,
     path: &str,
@@ -273,7 +273,7 @@ pub(super) async fn post_ok(
     http.post(path, Some(body), until).await?.json()?.must(field, &value).map(drop)
 }
 
-/// Joins a group through its store, as SGLang 0.5.23 and LMDeploy 0.18 do with the same words.
+/// Joins a group through its store; SGLang 0.5.23 and LMDeploy 0.18 use the same fields.
 pub(super) async fn join_by_store(http: &EngineHttp, join: &GroupJoin, until: Until) -> Result<(), EngineError> {
     let GroupPlace::Store { address, port } = &join.place else {
         return Err(EngineError::Unsupported {

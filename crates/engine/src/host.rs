@@ -1,9 +1,8 @@
 //! Feeding an engine from shared host memory: its own workers read the buckets where the agent has them.
 //!
 //! The third route into an engine, in addition to a directory ([`super::Engine::install`]) and GPU memory ([`super::device`]), under the
-//! same rules. Workers check digests over the very bytes that they load, and do so while the engine still serves: it is paused from the
-//! moment that it begins to load. Decides nothing about who may be fed so, or how much memory is shared; the adapters and the agent say
-//! that.
+//! same rules. Workers check digests of the bytes that they load, while the engine still serves: it is paused once it begins to load. The
+//! adapters and the agent decide which server may be fed like this, and how much memory is shared.
 
 use std::fs::File;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -19,24 +18,24 @@ use weightsync_core::weights::{BlockHasher, Layout, Section, TensorSpec, digest_
 /// Memory that the agent shares with the workers of an engine. Workers map it privately: they never change it.
 #[derive(Debug)]
 pub struct HostMemory {
-    /// A memfd, or a file whose bytes stay as they are until the install ended.
+    /// A memfd, or a file whose bytes do not change until the install ended.
     pub file: OwnedFd,
     /// Its length in bytes.
     pub bytes: u64,
 }
 
 impl HostMemory {
-    /// The first `bytes` bytes of a file, opened again read-only: the receiver cannot change what others read.
+    /// The first `bytes` bytes of a file, opened again read-only: the receiver cannot change the bytes of others.
     pub fn of(file: &impl AsRawFd, bytes: u64) -> std::io::Result<Self> {
         let opened = File::open(format!("/proc/self/fd/{}", file.as_raw_fd()))?;
         Ok(Self { file: opened.into(), bytes })
     }
 }
 
-/// How the digest of a tensor is written that a worker checks.
+/// The algorithm of the digest that a worker checks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HostDigest {
-    /// xxh3-128, 32 hex digits: the manifest's own, for a worker that has the package xxhash.
+    /// xxh3-128, 32 hex digits: as in the manifest, for a worker with the package xxhash.
     Xxh3_128,
     /// blake3, 64 hex digits: every worker of vLLM has it.
     Blake3,
@@ -57,7 +56,7 @@ impl HostDigest {
         hasher.finish()
     }
 
-    /// For bytes that come in parts.
+    /// A hasher for bytes in parts.
     pub fn hasher(self) -> HostHasher {
         match self {
             Self::Xxh3_128 => HostHasher::Xxh3(Box::default()),
@@ -96,7 +95,7 @@ pub struct HostJob {
     pub terms: InstallTerms,
     pub layout: Arc<Layout>,
     pub memory: Arc<HostMemory>,
-    /// One bucket, and the engine's last step, must not take longer.
+    /// Longest time of one bucket, and of the engine's last step.
     pub silence: Duration,
 }
 
@@ -113,42 +112,42 @@ pub struct HostTensor {
     pub digest: String,
 }
 
-/// Tensors that arrived whole and were checked.
+/// Complete, checked tensors.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HostBucket {
-    /// 0, 1, 2, ... in the order in which they are handed over.
+    /// 0, 1, 2, ... in the order in which they are passed.
     pub sequence: u32,
-    /// Workers copy the tensors when they take them, and the place may be used again then. Else it must stay as it is until the install
-    /// ended: vLLM keeps views of tensors until all of a layer has arrived.
+    /// Whether workers copy the tensors when they take them, so that the place may be used again. Otherwise it must not change until the
+    /// install ended: vLLM keeps views of tensors until all tensors of a layer have arrived.
     pub copy: bool,
     /// The tensors, of one section.
     pub tensors: Vec<HostTensor>,
 }
 
 impl HostBucket {
-    /// The model that its tensors are for: all of them for the same.
+    /// The model of its tensors, the same for all.
     pub(crate) fn section(&self) -> Section {
         self.tensors.first().map_or(Section::Model, |tensor| tensor.spec.section)
     }
 }
 
-/// An install that is under way. Dropping it is giving it up: the engine is then held as after [`abandon`](Self::abandon).
+/// An install in progress. Dropping it abandons it: the engine's state is then as after [`abandon`](Self::abandon).
 #[async_trait]
 pub trait HostInstall: Send {
-    /// How the digests of buckets must be written: all workers can compute it.
+    /// The digest algorithm for buckets, which all workers can compute.
     fn digest(&self) -> HostDigest;
 
     /// Sends a bucket's description to the workers. The engine continues to serve, and the workers check the bucket meanwhile. After an
-    /// error the install ended, and what the error says of the engine is final.
+    /// error the install has ended, and the engine's state in the error is final.
     async fn bucket(&mut self, bucket: HostBucket) -> Result<(), InstallError>;
 
-    /// Makes the engine load the described buckets, and returns when every worker took the next one: how many were taken so far. The first
+    /// Makes the engine load the described buckets, and returns when every worker took the next one, with their number so far. The first
     /// call pauses and marks the engine.
     async fn taken(&mut self, more_than: u32) -> Result<u32, InstallError>;
 
     /// All buckets were described and match the manifest: the engine takes its last step and runs. Errors as of [`super::Engine::install`].
     async fn finish(self: Box<Self>, version: HeldVersion) -> Result<InstallReport, InstallError>;
 
-    /// Gives it up: what the engine is left with.
+    /// Abandons it; returns the engine's state.
     async fn abandon(self: Box<Self>, reason: &str) -> Left;
 }

@@ -1,7 +1,7 @@
-//! What the part of a server that differs from engine to engine does with buckets in shared memory: one feed an install.
+//! The part of feeding shared memory that differs from engine to engine: one feed for each install.
 //!
-//! A feed decides messages and which reply counts as success. It never decides what a failure means for the replica ([`super::adapter`]
-//! does), and it never waits without the deadline that it is given.
+//! A feed decides messages and which reply counts as success. It never decides the meaning of a failure for the replica ([`super::adapter`]
+//! does), and it never waits without the given deadline.
 
 use std::time::Duration;
 
@@ -19,13 +19,13 @@ pub(super) trait HostFeed: Send {
 
     async fn bucket(&mut self, bucket: &HostBucket, until: Until) -> Result<(), EngineError>;
 
-    /// Has the engine load, from the first bucket on; returns when it is doing so. It is paused and marked.
+    /// Makes the engine load, from the first bucket on; returns once it does. The engine is paused and marked.
     async fn load(&mut self, until: Until) -> Result<(), EngineError>;
 
-    /// Waits until every worker took more than so many buckets: how many.
+    /// Waits until every worker took more than so many buckets. Returns the number.
     async fn taken(&mut self, more_than: u32, until: Until) -> Result<u32, EngineError>;
 
-    /// Says that no bucket follows, and waits until every worker has checked all; each that is checked extends the wait by `silence`.
+    /// Announces that no bucket follows, and waits until every worker has checked all. Each checked bucket extends the wait by `silence`.
     async fn end(&mut self, silence: Duration, until: Until) -> Result<(), EngineError>;
 
     /// The end of the load and the engine's last step.

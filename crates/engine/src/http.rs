@@ -1,8 +1,8 @@
 //! Calls to an engine's HTTP server: each with a deadline, each reply read strictly and up to a limit.
 //!
-//! Decides what a failed call is called. It never retries, never follows a redirect, never uses a proxy from the environment (a sidecar
-//! talks to its own pod), keeps no connection (a restarted engine must be seen as a refused connection, not as a stale one), and never
-//! puts a key into an error.
+//! Decides the kind of a failure. It never retries, follows a redirect, or puts a key into an error. It never uses a proxy from the
+//! environment: a sidecar calls its own pod. It keeps no connection: a restarted engine must appear as a refused connection, not as a stale
+//! one.
 
 use std::time::Duration;
 
@@ -18,7 +18,7 @@ const MAX_REPLY: usize = 8 << 20;
 /// Part of a reply that an error shows, in bytes.
 const SHOWN: usize = 512;
 
-/// When the work at hand ends. Copies share the end.
+/// The end of the present work. Copies share the end.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Until {
     end: Instant,
@@ -30,17 +30,17 @@ impl Until {
         Self { end: Instant::now() + total, total }
     }
 
-    /// What is left; zero when it passed.
+    /// The time left; zero after the end.
     pub(super) fn left(&self) -> Duration {
         self.end.saturating_duration_since(Instant::now())
     }
 
-    /// The whole time that was given, for errors.
+    /// The total time, for errors.
     pub(super) fn total(&self) -> Duration {
         self.total
     }
 
-    /// Ends `reserve` earlier, so that something can be done after a failure.
+    /// Ends `reserve` earlier, to leave time after a failure.
     pub(super) fn keeping(&self, reserve: Duration) -> Self {
         Self { end: self.end.checked_sub(reserve).unwrap_or(self.end), total: self.total.saturating_sub(reserve) }
     }
@@ -51,7 +51,7 @@ impl Until {
     }
 }
 
-/// A server's reply: any status.
+/// A server's reply, with any status.
 #[derive(Debug)]
 pub(super) struct Reply {
     url: String,
@@ -66,7 +66,7 @@ pub(super) struct EngineHttp {
 }
 
 impl EngineHttp {
-    /// For the server of `config`; asks it nothing.
+    /// A client for the server of `config`; sends nothing.
     pub(super) fn new(config: &EngineConfig) -> Result<Self, EngineError> {
         let unsupported =
             |what: String| EngineError::Unsupported { what, next_step: "give the engine's address as http://HOST:PORT".into() };
@@ -156,7 +156,7 @@ impl Reply {
         self.status
     }
 
-    /// The body as text, for a reply whose status is 200.
+    /// The body as text, of a reply with status 200.
     pub(super) fn text(self) -> Result<String, EngineError> {
         if self.status != 200 {
             return Err(self.into_status());
@@ -164,7 +164,7 @@ impl Reply {
         String::from_utf8(self.body).map_err(|_| EngineError::BadReply { url: self.url, what: "it is not UTF-8".into() })
     }
 
-    /// The body as JSON, for a reply whose status is 200.
+    /// The body as JSON, of a reply with status 200.
     pub(super) fn json(self) -> Result<Answer, EngineError> {
         if self.status != 200 {
             return Err(self.into_status());
@@ -175,8 +175,8 @@ impl Reply {
         }
     }
 
-    /// The same, unless the server computed a number that JSON does not have. vLLM 0.32 blames the question for that: 400, `BadRequestError`
-    /// (seen on the real server; a question that it does not take looks the same but for the words).
+    /// The same, unless the server computed a number that JSON does not have. vLLM 0.32 then returns 400, `BadRequestError` (seen on the
+    /// real server), like for a question that it refuses; only the text differs.
     pub(super) fn unless_no_number(self) -> Result<Self, EngineError> {
         if self.status != 400 {
             return Ok(self);
@@ -188,19 +188,19 @@ impl Reply {
         Err(EngineError::BadReply { url: self.url, what: format!("it computed a number that JSON does not have: {body}") })
     }
 
-    /// The error for a status that is not the expected one.
+    /// The error for an unexpected status.
     pub(super) fn into_status(self) -> EngineError {
         EngineError::Status { body: shown(&self.body), url: self.url, status: self.status }
     }
 
-    /// A whole reply whose body is not read.
+    /// Accepts status 200, without a look at the body.
     pub(super) fn ok(self) -> Result<(), EngineError> {
         if self.status == 200 { Ok(()) } else { Err(self.into_status()) }
     }
 }
 
-/// A JSON body that came with status 200. Success is never assumed: a missing field, `"true"`, or an error inside is a failure
-/// (an absent field taken for success: InternLM/xtuner#1828; an error inside 200: inclusionAI/AReaL#1590).
+/// A JSON body with status 200. Success is never assumed. A missing field, `"true"`, or an error inside is a failure (a missing field taken
+/// for success: InternLM/xtuner#1828; an error inside 200: inclusionAI/AReaL#1590).
 #[derive(Debug)]
 pub(super) struct Answer {
     url: String,

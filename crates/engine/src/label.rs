@@ -1,25 +1,25 @@
-//! What an adapter writes into an engine's own "weight version" field, and how it is read back.
+//! The text that an adapter writes into an engine's own "weight version" field, and how it is read.
 //!
-//! The field dies with the engine's process and outlives the agent's, which makes it the one honest place for "what does this engine hold":
-//! `7+DIGEST` says that version 7, whose manifest has that blake3 digest, was installed to the end; `installing:7+DIGEST` says that an
-//! install began and was not seen to end. Decides the text only; never trusts it as a proof that the weights are right.
+//! The field ends with the engine's process and outlives the agent's. So it is the one reliable place for the engine's version.
+//! `7+DIGEST` means that version 7, whose manifest has that blake3 digest, was installed completely. `installing:7+DIGEST` means that an
+//! install began and that its end was not observed. Decides the text only; never trusts it as a proof that the weights are right.
 
 use weightsync_core::protocol::HeldVersion;
 
-/// What both engines report before a version was written (vLLM 0.32 `EngineCore._weight_version`, SGLang 0.5.23 `--weight-version`).
+/// What both engines report before a version is written (vLLM 0.32 `EngineCore._weight_version`, SGLang 0.5.23 `--weight-version`).
 pub(super) const STARTUP: &str = "default";
 const INSTALLING: &str = "installing:";
 
-/// What an engine says that it holds.
+/// The contents that an engine reports.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Holding {
-    /// The weights that it started with.
+    /// Its start-up weights.
     Startup,
     /// A WeightSync version, installed completely.
     Version(HeldVersion),
-    /// Possibly a part of this version: an install began and was not seen to end.
+    /// Possibly a part of this version: an install began, and its end was not observed.
     HalfAnUpdate(HeldVersion),
-    /// Something that another program wrote.
+    /// Text that another program wrote.
     Foreign(String),
 }
 
@@ -60,7 +60,7 @@ impl std::fmt::Display for Holding {
     }
 }
 
-/// `NUMBER+DIGEST`, the digest as written by [`Holding::text`]: 64 lower-case hex digits.
+/// `NUMBER+DIGEST`, the digest in the form of [`Holding::text`]: 64 lower-case hex digits.
 fn parse_version(text: &str) -> Option<HeldVersion> {
     let (number, manifest) = text.split_once('+')?;
     let is_digest = manifest.len() == 64 && manifest.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'));

@@ -1,12 +1,12 @@
-//! How one inference engine is fed: one contract, one file an engine.
+//! How one inference engine is fed: one contract, one file for each engine.
 //!
-//! An adapter says what its server is and can do, and switches it to a version that lies complete and verified in a directory.
-//! It decides the order of calls, which replies count as success, and what a half-done switch means. It never decides that a version
-//! is complete (the agent's coverage gate does) and never resumes an engine that may hold half an update.
+//! An adapter reports its server's properties, and switches it to a version that is complete and verified in a directory. It decides the
+//! order of calls, which replies count as success, and the meaning of an incomplete switch. It never decides that a version is complete
+//! (the agent's coverage gate does) and never resumes an engine that may hold half an update.
 //!
-//! Before an adapter lets an engine touch its weights it writes a mark into the engine itself (see [`Holding`]), and takes it away with the
-//! last step. So a later request to the engine, also by a restarted agent, shows whether it holds a version, its own start-up weights, or
-//! half an update. Why a replica that holds half an update stays paused: `docs/decisions/0003-half-an-update.md`.
+//! Before an adapter changes an engine's weights, it writes a mark into the engine itself (see [`Holding`]). The last step removes the
+//! mark. So a later request to the engine, even by a restarted agent, shows whether it holds a version, its start-up weights, or half an
+//! update. Why a replica with half an update stays paused: `docs/decisions/0003-half-an-update.md`.
 
 mod adapter;
 mod canary;
@@ -87,7 +87,7 @@ pub enum EngineError {
 }
 
 impl EngineError {
-    /// Whether the engine answered that it does not do it, and not for want of memory.
+    /// Whether the engine refused the request, for another reason than a lack of memory.
     pub fn is_refusal(&self) -> bool {
         let said_no = |body: &str| !body.to_ascii_lowercase().replace(' ', "").contains("outofmemory");
         match self {
@@ -110,10 +110,10 @@ impl EngineError {
 pub struct EngineStart(pub String);
 
 impl EngineStart {
-    /// What stands before the number of sleeps.
+    /// Separator before the number of sleeps.
     const SLEEPS: char = '~';
 
-    /// Whether both are of one process, which slept meanwhile if they differ.
+    /// Whether both are of one process, which slept in between if they differ.
     pub fn is_same_process(&self, other: &Self) -> bool {
         let process = |start: &Self| start.0.split(Self::SLEEPS).next().map(str::to_owned);
         process(self) == process(other)
@@ -123,13 +123,13 @@ impl EngineStart {
 /// The result of checking a live engine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Health {
-    /// Which start of it answered.
+    /// The start that responded.
     pub start: EngineStart,
     /// Its reported version; `None` if it was not asked, because an install keeps it busy.
     pub holding: Option<Holding>,
 }
 
-/// What an install is about, whichever way the weights come.
+/// The parameters of an install, whatever the route of the weights.
 #[derive(Debug, Clone)]
 #[allow(missing_docs)]
 pub struct InstallTerms {
@@ -139,27 +139,27 @@ pub struct InstallTerms {
     pub kv_cache: KvCachePolicy,
     /// The canary after the switch; without it, one token. Skipped where the trainer pauses the engine.
     pub canary: Option<CanaryPolicy>,
-    /// The whole install ends, and the engine is not paused any more by us (unless it holds half an update), after this long.
+    /// Longest time of the whole install, and of its pause (unless the engine holds half an update).
     pub timeout: Duration,
-    /// Ends the install early. One from a directory is carried to its end once the engine began to load; the others leave a mixture then.
+    /// Ends the install early. One from a directory is completed once the engine began to load; the others then leave a mixture.
     pub cancel: CancellationToken,
 }
 
 impl InstallTerms {
-    /// The version of an install whose manifest may not be known before the bytes are: no version of that text exists then.
+    /// The version of an install whose manifest may not be known before the bytes: no version has that text.
     pub fn mark(version: u64, manifest: Option<String>) -> HeldVersion {
         HeldVersion { version, manifest: manifest.unwrap_or_else(|| "0".repeat(64)) }
     }
 }
 
-/// A version that lies complete in a directory.
+/// A version that is complete in a directory.
 #[derive(Debug, Clone)]
 #[allow(missing_docs)]
 pub struct InstallJob {
     pub terms: InstallTerms,
     /// Directory with `model.safetensors` (or shards and an index), config and tokenizer links, *as the engine sees it*.
     pub directory: PathBuf,
-    /// The same directory as this process sees it: the adapter watches from here that the engine really opens every weight file.
+    /// The same directory as this process sees it: the adapter checks from here that the engine opens a weight file.
     pub local_directory: PathBuf,
 }
 
@@ -170,29 +170,29 @@ pub struct InstallReport {
     pub start: EngineStart,
     /// Times of finished steps in ms: `stage` (before the pause), `pause`, `load`, `check`, `resume`, `probe` or `canary`.
     pub steps_ms: Vec<(String, u64)>,
-    /// Whether the one token that shows that it computes is still to be asked for ([`Engine::see_owed_answer`]): an engine that was never
-    /// stopped, and that generated after an earlier install by the same route, is not waited for.
+    /// Whether the one token that shows that it computes must still be requested ([`Engine::see_owed_answer`]). An install does not wait
+    /// for it if the engine was never paused, and generated after an earlier install by the same route.
     pub owes_answer: bool,
 }
 
-/// What an install that did not end well left the engine with.
+/// The engine's state after an install that failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Left {
-    /// It runs, or is as paused as a trainer left it, with what it held before.
+    /// It runs, or is still paused by a trainer, with its earlier contents.
     AsBefore,
-    /// It may hold a mixture. It stays paused until it is fed in full ([`Engine::install`] again) or put back ([`Engine::put_back`]).
+    /// It may hold a mixture. It stays paused until it is fed in full ([`Engine::install`] again) or restored ([`Engine::put_back`]).
     Mixture,
-    /// Its weights are complete, but it was not confirmed which version they are or that the engine runs: [`Engine::settle`] checks that.
+    /// Its weights are complete. It was not confirmed which version they are, or that the engine runs: [`Engine::settle`] checks that.
     Unknown,
 }
 
-/// An install that did not end well.
+/// A failed install.
 #[derive(Debug, thiserror::Error)]
 #[error("{step}: {source}")]
 pub struct InstallError {
     /// The step that failed: `start`, `stage`, `pause`, `load`, `check`, `resume`, `probe`, `canary`.
     pub step: &'static str,
-    /// What the engine is left with.
+    /// The engine's state.
     pub left: Left,
     /// The cause.
     pub source: EngineError,
@@ -218,86 +218,86 @@ impl InstallError {
     }
 }
 
-/// How an engine is asked what it holds.
+/// How [`Engine::settle`] checks an engine.
 #[derive(Debug, Clone)]
 pub struct Settling {
-    /// With [`PausePolicy::External`] a pause is a trainer's, and stays.
+    /// With [`PausePolicy::External`], a pause belongs to the trainer, and stays.
     pub pause: PausePolicy,
-    /// What it must answer before a version counts; one token without it.
+    /// The canary that it must pass before a version counts; without it, one token.
     pub canary: Option<CanaryPolicy>,
-    /// Whether it must answer even if it was not paused: it was not seen to run since it was changed.
+    /// Whether it must respond even if it was not paused: it was not seen to run since its last change.
     pub unproven: bool,
 }
 
 impl Settling {
-    /// Ends a pause that an earlier life of an agent may have left, of an engine that no object has a canary for.
+    /// Ends a pause that an earlier incarnation of an agent may have left, for an object without a canary.
     pub const LEFT_PAUSED: Self = Self { pause: PausePolicy::Keep, canary: None, unproven: false };
 }
 
-/// What an engine was found to hold, and to do.
+/// The contents of an engine, and whether it runs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Settled {
-    /// The start of the engine that was asked.
+    /// The start of the engine that responded.
     pub start: EngineStart,
-    /// What it holds. [`Holding::HalfAnUpdate`]: it stays as paused as it was.
+    /// Its contents. With [`Holding::HalfAnUpdate`] it stays paused.
     pub holding: Holding,
-    /// Whether it was paused, and runs again.
+    /// Whether it was paused, and now runs again.
     pub resumed: bool,
 }
 
-/// One engine server. All calls end within the time they are given, and one that changes the engine waits for the one before it.
+/// One engine server. All calls end within their deadline. A call that changes the engine waits for the previous one.
 #[async_trait]
 pub trait Engine: Send + Sync {
     /// `vllm`, `sglang`, `lmdeploy`, `fastdeploy`.
     fn kind(&self) -> &'static str;
 
-    /// Asks the server what it is and can do; refuses one that lacks what an install needs, naming the option that would help.
+    /// Requests the server's properties. Refuses a server that lacks something that an install needs, with the option that adds it.
     async fn probe(&self, deadline: Duration) -> Result<EngineFacts, EngineError>;
 
-    /// Whether this kind of engine can be updated under these policies; asked before a byte moves. Asks no server.
+    /// Whether this kind of engine can be updated under these policies; checked before a byte moves. Sends no request.
     fn accepts(&self, pause: PausePolicy, kv_cache: KvCachePolicy) -> Result<(), EngineError>;
 
-    /// Whether [`install`](Self::install) can work at all with this kind of engine; else why not. Asks no server.
+    /// Whether [`install`](Self::install) can work at all with this kind of engine; otherwise the obstacle. Sends no request.
     fn takes_directories(&self) -> Result<(), EngineError> {
         Ok(())
     }
 
-    /// Whether these tensors of a draft model, which would come that way, would all be taken; asked before a byte moves. Else what would help.
+    /// Whether all these tensors of a draft model could be loaded by that route; checked before a byte moves. Otherwise the remedy.
     async fn takes_draft(&self, way: DraftWay, _draft: Vec<TensorSpec>, _deadline: Duration) -> Result<(), EngineError> {
         Err(draft::untaken(self.kind(), way))
     }
 
-    /// Whether a version of these tensors would replace all that the server was started with, as far as that can be seen from here
-    /// ([`EngineConfig::served_model`]); asked before a byte moves. Reads file headers only. Tensors of a draft model are passed over.
+    /// Whether a version of these tensors would replace all start-up tensors of the server, as far as they are known
+    /// ([`EngineConfig::served_model`]); checked before a byte moves. Reads file headers only. Ignores tensors of a draft model.
     fn fits(&self, tensors: &[TensorSpec]) -> Result<Fit, EngineError>;
 
-    /// Whether it lives and responds, its start, and its reported version. A pause by WeightSync is not a failure.
+    /// Whether it runs and responds, its start, and its reported version. A pause by WeightSync is not a failure.
     async fn health(&self, deadline: Duration) -> Result<Health, EngineError>;
 
-    /// Whether the process of this start still runs and was not replaced; known at once, without a request. False means that nothing is
-    /// known before [`health`](Self::health) is asked again, not that it ended.
+    /// Whether the process of this start still runs and was not replaced; known at once, without a request. False means that it is unknown
+    /// until the next [`health`](Self::health), not that the process ended.
     fn is_still(&self, _start: &EngineStart) -> bool {
         true
     }
 
-    /// [`EngineError::Asleep`] if another client had put it to sleep at its last health check. Its weights were off the GPU, and what
-    /// returns with the wake-up is not proven (huggingface/trl#5312). Such a sleep ends its version, as a restart does.
+    /// [`EngineError::Asleep`] if another client had put it to sleep at its last health check. Its weights were off the GPU, and it is not
+    /// proven which ones return when it wakes (huggingface/trl#5312). Such a sleep ends its version, like a restart.
     fn asleep(&self) -> Option<EngineError> {
         None
     }
 
-    /// Returns when the process that was last asked for its health may have ended; never where that cannot be seen without asking it.
+    /// Returns when the process of the last health check may have ended; never if that cannot be seen without a request.
     async fn until_lost(&self) {
         std::future::pending::<()>().await;
     }
 
-    /// Whether its front answers while the engine itself computes nothing, for as long as it is waited for: what a rank that waits in a
-    /// collective operation for ever looks like from outside, whatever its health endpoint says. An engine that is gone is not stuck.
+    /// Whether its HTTP front responds while the engine computes nothing until the deadline. A rank that waits in a collective operation
+    /// without end looks like that, whatever its health endpoint reports. An engine that is gone is not stuck.
     async fn is_stuck(&self, _deadline: Duration) -> bool {
         false
     }
 
-    /// Whether it answers the canary's question now, whatever it answers; false while that is not known. An error says what it lacks.
+    /// Whether it responds to the canary's question now, whatever the response; false while that is unknown. An error names what it lacks.
     async fn answers(&self, _canary: &CanaryPolicy, _deadline: Duration) -> Result<bool, EngineError> {
         Err(EngineError::Unsupported {
             what: format!("{} cannot be asked for log-probs", self.kind()),
@@ -305,64 +305,64 @@ pub trait Engine: Send + Sync {
         })
     }
 
-    /// Switches to a version. `Ok` means that the engine confirmed its last step and is running (with [`PausePolicy::External`]: is as
-    /// paused as the trainer left it); see [`InstallError::left`] otherwise. The install continues when the returned future is dropped. The
-    /// directory must stay as it is until the install ended; when it ended dirty, until the next install or `put_back` ended.
+    /// Switches to a version. `Ok` means that the engine confirmed its last step and is running (with [`PausePolicy::External`]: still
+    /// paused by the trainer); otherwise see [`InstallError::left`]. The install continues if the returned future is dropped. The directory
+    /// must not change until the install ended; after a dirty end, until the next install or `put_back` ended.
     async fn install(&self, job: &InstallJob) -> Result<InstallReport, InstallError>;
 
-    /// When it answered requests while its weights were a mixture, the oldest first; the last few. Empty for an engine that is paused by every
-    /// install, or that its trainer had paused.
+    /// When it answered requests while its weights were a mixture: the last few windows, the oldest first. Empty for an engine that every
+    /// install pauses, or that its trainer had paused.
     fn mixed_windows(&self) -> Vec<MixedWindow> {
         Vec::new()
     }
 
-    /// Asks for the token that an install of this version left owing ([`InstallReport::owes_answer`]). An engine that fails to compute is
-    /// held and marked as by an install, unless something else changed it meanwhile; one that is merely busy, or gone, is not.
+    /// Requests the pending token of an install of this version ([`InstallReport::owes_answer`]). An engine that fails to compute is paused
+    /// and marked as by an install, unless something else changed it meanwhile. A busy or lost engine is not.
     async fn see_owed_answer(&self, _version: &HeldVersion, _deadline: Duration) -> Result<(), InstallError> {
         Ok(())
     }
 
-    /// How it can be fed from GPU memory under these policies, asked before a byte moves; else why it cannot.
+    /// How it can be fed from GPU memory under these policies, checked before a byte moves; otherwise the obstacle.
     async fn device_route(&self, _pause: PausePolicy, _kv_cache: KvCachePolicy, _deadline: Duration) -> Result<DeviceRoute, EngineError> {
         Err(server::no_device_route(self.kind()))
     }
 
-    /// The same server as a member of groups; none for a kind that joins none.
+    /// The same server as a member of groups; `None` for a kind that joins none.
     fn group(&self) -> Option<Box<dyn EngineGroup>> {
         None
     }
 
-    /// Begins an install from GPU memory. Nothing is changed before the first bucket; until the install is finished, abandoned or dropped,
-    /// no other caller changes the engine.
+    /// Begins an install from GPU memory. Nothing changes before the first bucket. Until the install is finished, abandoned or dropped, no
+    /// other caller changes the engine.
     async fn begin_device(&self, _job: &DeviceJob) -> Result<Box<dyn DeviceInstall>, InstallError> {
         Err(InstallError::before_start(server::no_device_route(self.kind())))
     }
 
-    /// Whether its workers read weights from shared memory of the host, asked before a byte moves: the name of the way, for status and logs;
-    /// else why not.
+    /// Whether its workers read weights from shared host memory, checked before a byte moves: the name of the route, for status and logs;
+    /// otherwise the obstacle.
     async fn host_route(&self, _deadline: Duration) -> Result<&'static str, EngineError> {
         Err(server::no_host_route(self.kind()))
     }
 
-    /// Begins an install from shared memory. The engine serves on until it begins to load; until the install is finished, abandoned or
+    /// Begins an install from shared memory. The engine serves until it begins to load. Until the install is finished, abandoned or
     /// dropped, no other caller changes it.
     async fn begin_host(&self, _job: &HostJob) -> Result<Box<dyn HostInstall>, InstallError> {
         Err(InstallError::before_start(server::no_host_route(self.kind())))
     }
 
-    /// Reads the engine's version. Ends WeightSync's pause if the engine holds no half update, and then requests an answer: one that does
-    /// not compute is held and marked, as by an install.
+    /// Reads the engine's version. Ends WeightSync's pause if the engine holds no half update, and then requests an answer. An engine that
+    /// does not compute is paused and marked, as by an install.
     async fn settle(&self, how: &Settling, deadline: Duration) -> Result<Settled, InstallError>;
 
-    /// The last resort for an engine that holds half an update and cannot be fed in time: loads the weights that the server started with,
-    /// whole, and lets it run. It is then like a freshly started engine: complete, and not at any WeightSync version. When that fails too,
-    /// the requests that it holds are ended so that no client waits for ever, it stays paused, and the error says why.
+    /// The last resort for an engine with half an update that cannot be fed in time: loads the complete start-up weights and resumes it.
+    /// Afterwards it is like a freshly started engine: complete, and at no WeightSync version. If that fails too, its requests are ended,
+    /// so that no client waits without end. It then stays paused, and the error has the cause.
     async fn put_back(&self, deadline: Duration) -> Result<(), EngineError>;
 
-    /// What the server itself says that it holds.
+    /// The contents that the server itself reports.
     async fn holding(&self, deadline: Duration) -> Result<Holding, EngineError>;
 
-    /// How it is marked and proven when the user's own data plane feeds it.
+    /// How it is marked and proven if the user's own data plane feeds it.
     fn external(&self) -> Result<Arc<dyn External>, EngineError> {
         Err(EngineError::Unsupported {
             what: format!("{} cannot be watched while another data plane feeds it", self.kind()),
@@ -371,24 +371,24 @@ pub trait Engine: Send + Sync {
     }
 }
 
-/// Where an engine is and how to speak to it.
+/// Where an engine is, and how it is called.
 #[derive(Debug, Clone)]
 pub struct EngineConfig {
     /// `vllm`, `sglang`, `lmdeploy`, `fastdeploy`.
     pub kind: String,
     /// `http://HOST:PORT`.
     pub url: String,
-    /// Shown as a bearer token.
+    /// Sent as a bearer token.
     pub api_key: Option<ApiKey>,
-    /// The safetensors checkpoint that the server was started with, as this process sees it: versions are compared with it, because the
-    /// engines accept one that lacks tensors. None: the path that the server names, where this process sees such a directory.
+    /// The safetensors checkpoint with which the server was started, as this process sees it. Versions are compared with it, because the
+    /// engines accept versions that lack tensors. `None`: the path that the server reports, if this process sees such a directory.
     pub served_model: Option<PathBuf>,
-    /// File in which the adapter of an engine that has no field for a version keeps what it wrote; survives the agent. None: it is known
-    /// only as long as the agent lives.
+    /// File in which the adapter keeps the version of an engine without a version field; survives the agent. `None`: the version is known
+    /// only while the agent runs.
     pub record: Option<PathBuf>,
-    /// Where processes are seen: `/proc`, or the place at which another process namespace's is mounted.
+    /// Directory of processes: `/proc`, or the mount of another process namespace's.
     pub processes: PathBuf,
-    /// Whether ways from GPU memory may be used that were never seen on a GPU: SGLang's `update_weights_from_tensor`, vLLM's `ipc` backend.
+    /// Whether routes from GPU memory may be used that never ran on a GPU: SGLang's `update_weights_from_tensor`, vLLM's `ipc` backend.
     pub unproven_routes: bool,
 }
 
@@ -398,12 +398,12 @@ type Connect = fn(EngineConfig) -> Result<Arc<dyn Engine>, EngineError>;
 const ENGINES: &[(&str, Connect)] =
     &[("vllm", vllm::connect), ("sglang", sglang::connect), ("lmdeploy", lmdeploy::connect), ("fastdeploy", fastdeploy::connect)];
 
-/// Names of all kinds of engine.
+/// Names of all engine kinds.
 pub fn kinds() -> impl Iterator<Item = &'static str> {
     ENGINES.iter().map(|(kind, _)| *kind)
 }
 
-/// Makes the adapter for a server. Asks nothing of the server yet.
+/// Makes the adapter of a server. Sends no request.
 pub fn connect(config: EngineConfig) -> Result<Arc<dyn Engine>, EngineError> {
     match ENGINES.iter().find(|(kind, _)| *kind == config.kind) {
         Some((_, connect)) => connect(config),

@@ -1,8 +1,8 @@
 //! An idle connection to an engine's server. Its end shows at once that the server's process ended.
 //!
-//! The kernel closes a process's connections when the process ends, those that it never accepted too, and no other process can listen on
-//! its port before. Nothing is ever sent on it: uvicorn (vLLM, SGLang, LMDeploy, FastDeploy) and hyper wait for a first request without an
-//! end. Decides only whether the connection stands; that it broke is no proof that the process ended.
+//! When a process ends, the kernel closes its connections, even those that it never accepted. No other process can listen on its port
+//! before that. Nothing is ever sent on the connection: uvicorn (vLLM, SGLang, LMDeploy, FastDeploy) and hyper wait for a first request
+//! without a limit. Decides only whether the connection is open; its end does not prove that the process ended.
 
 use std::time::Duration;
 
@@ -23,16 +23,16 @@ impl Lifeline {
         timeout(limit, TcpStream::connect((host, port))).await.ok()?.ok().map(Self)
     }
 
-    /// Whether it stands now; asks the kernel only.
+    /// Whether it is open; asks only the kernel.
     pub(super) fn stands(&self) -> bool {
         let mut byte = [0];
-        // Whatever came unasked for is a server that says why it closes.
+        // Unrequested bytes come from a server that reports why it closes.
         let peeked = rustix::net::recv(&self.0, &mut byte, RecvFlags::PEEK | RecvFlags::DONTWAIT);
         matches!(peeked, Err(rustix::io::Errno::WOULDBLOCK | rustix::io::Errno::INTR))
     }
 
     pub(super) async fn broke(&self) {
-        // Whatever comes of it, it is the end.
+        // Any result means the end.
         let _ = self.0.peek(&mut [0]).await;
     }
 }

@@ -1,10 +1,10 @@
 //! LMDeploy 0.18, unmodified, PyTorch backend: weights from GPU memory, by checkpoint-engine while it sleeps or by `/update_weights`.
 //!
 //! Decides paths, bodies and which reply means success. All facts are from the wheel of 0.18.0 (`serve/openai/endpoints/management.py`,
-//! `pytorch/engine/model_agent/agent.py`, `serve/core/async_engine.py`) and were seen on the running server. Some shape this file: it
-//! cannot load a directory; it has no pause but sleep, which ends all requests and empties every cache; it has no field for a version, so
-//! the adapter keeps a record ([`super::record`]); `/health` still reports healthy while a worker is stuck, so one token is generated now
-//! and then; and its POST routes want a JSON body even where there is nothing to say.
+//! `pytorch/engine/model_agent/agent.py`, `serve/core/async_engine.py`) and were seen on the running server. Some shape this file. It
+//! cannot load a directory. Its only pause is sleep, which ends all requests and empties every cache. It has no field for a version, so the
+//! adapter keeps a record ([`super::record`]). `/health` reports healthy while a worker is stuck, so one token is generated from time to
+//! time. And its POST routes require a JSON body even without content.
 
 pub(super) mod allowed;
 mod group;
@@ -32,9 +32,9 @@ use super::{Engine, EngineConfig, EngineError, Holding};
 use weightsync_core::protocol::{CanaryPolicy, EngineFacts, KvCachePolicy, PausePolicy};
 
 const KIND: &str = "lmdeploy";
-/// `--server-port` when it is not given.
+/// The default of `--server-port`.
 const PORT: u16 = 23_333;
-/// A generated token proves for so long that the engine lives.
+/// A generated token proves for so long that the engine works.
 const LIFE: Duration = Duration::from_secs(10);
 const NEWER: &str = "use LMDeploy 0.18 or newer with --backend pytorch";
 
@@ -56,7 +56,7 @@ struct Lmdeploy {
     record: Record,
     processes: PathBuf,
     seen: Mutex<Option<EngineProcess>>,
-    /// What a start of it was found to have; asked once, because an update must not wait for it each time.
+    /// Properties of one start; requested once, because an update must not wait for them each time.
     probed: Mutex<Option<Arc<route::Probed>>>,
     /// When a token was last generated.
     token: Mutex<Option<Instant>>,
@@ -92,7 +92,7 @@ impl Lmdeploy {
         tags.ok_or_else(|| status.bad("\"sleeping_tags\" is no list".into()))
     }
 
-    /// Requests end, caches go. The weights come back to the GPU at once, to be written into.
+    /// Ends requests and empties caches. The weights return to the GPU at once, to be overwritten.
     async fn sleep(&self, path: &str, until: Until) -> Result<(), EngineError> {
         let mut sleeping = self.sleeping(until).await?;
         if !sleeping.iter().any(|tag| tag == "kv_cache") {
@@ -105,7 +105,7 @@ impl Lmdeploy {
         Ok(())
     }
 
-    /// POST of a route that answers 200 without a body.
+    /// POST of a route that returns 200 without a body.
     async fn post_empty(&self, path: &str, until: Until) -> Result<(), EngineError> {
         self.http.post(path, Some(&json!({})), until).await?.ok()
     }
@@ -129,7 +129,8 @@ impl Lmdeploy {
         seen.clone()
     }
 
-    /// Its front answers, and one token now and then: nothing else shows a worker that is stuck in a collective operation.
+    /// Its HTTP front responds, and one token is generated from time to time: nothing else shows a worker that is stuck in a collective
+    /// operation.
     async fn lives(&self, until: Until) -> Result<(), EngineError> {
         let paused = self.is_paused(until).await?;
         let proven = *self.token.lock();
@@ -144,7 +145,7 @@ fn unsupported(what: String, next_step: &str) -> EngineError {
     EngineError::Unsupported { what, next_step: next_step.to_owned() }
 }
 
-/// `null` with status 200, and nothing else (`{"error": ...}` comes with 200 from some proxies).
+/// `null` with status 200, and nothing else (some proxies return `{"error": ...}` with 200).
 fn null(reply: Reply) -> Result<(), EngineError> {
     let answer = reply.json()?;
     if answer.value().is_null() { Ok(()) } else { Err(answer.not_success()) }
@@ -208,8 +209,8 @@ impl Server for Lmdeploy {
         self.http.get("/is_sleeping", until).await?.json()?.field("is_sleeping").map(drop)
     }
 
-    /// The process itself, where it can be seen, without asking it: an update needs the fingerprint ten times, and [`Self::holding`] asks.
-    /// Else `/metrics`, which exists unless it was disabled.
+    /// Identifies the start by its process, if it is visible, without a request: an update needs the fingerprint ten times, and
+    /// [`Self::holding`] sends one. Otherwise by `/metrics`, which exists unless it was disabled.
     async fn fingerprint(&self, until: Until) -> Result<String, EngineError> {
         if let Some(process) = self.process() {
             return Ok(process.start);
@@ -244,7 +245,7 @@ impl Server for Lmdeploy {
         self.sleep("/sleep?level=1", until).await
     }
 
-    /// Without the copy of the weights to the host and back: the server makes room for new ones instead.
+    /// Skips the copy of the weights to the host and back: the server only frees space for new ones.
     async fn pause_mixture(&self, _: PausePolicy, _: KvCachePolicy, until: Until) -> Result<(), EngineError> {
         self.sleep("/sleep?level=2", until).await
     }
@@ -271,7 +272,8 @@ impl Server for Lmdeploy {
         Ok(())
     }
 
-    /// Asleep it has none; awake it is fed only where it keeps none beyond a request (the allow-list saw to that), and requests were ended.
+    /// A sleeping engine has no cache. An awake one is fed only if it keeps none beyond a request (the allow-list ensures that), and
+    /// requests were ended.
     async fn reset_cache(&self, _: Until) -> Result<(), EngineError> {
         Ok(())
     }
@@ -288,7 +290,7 @@ impl Server for Lmdeploy {
             return Ok(());
         }
         if reason == Some("abort") {
-            // Ended by an update or by another client: it responds, which is enough here.
+            // An update or another client ended it: it responds, which is enough here.
             return Ok(());
         }
         Err(answer.bad("it generated no token".to_owned()))
@@ -303,7 +305,7 @@ impl Server for Lmdeploy {
     async fn abort_all(&self, until: Until) -> Result<(), EngineError> {
         let reply = self.http.post("/abort_request", Some(&json!({"abort_all": true})), until).await?;
         match reply.status() {
-            // Asleep, it holds no request.
+            // Asleep, it has no requests.
             501 if self.is_paused(until).await? => Ok(()),
             501 => Err(unsupported("the server cannot end requests".into(), "start LMDeploy with --enable-abort-handling")),
             _ => reply.ok(),

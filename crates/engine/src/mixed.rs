@@ -1,7 +1,7 @@
 //! When an engine answered requests while its weights were a mixture of two versions.
 //!
-//! Keeps the last windows of one engine, whatever became of the installs that opened them: who asks later learns of a load that failed too. It
-//! never closes a window by time alone: it stays open until the weights are whole or the engine is paused.
+//! Keeps the last windows of one engine, whatever the result of their installs: later readers also learn of a failed load. It never closes
+//! a window by time alone: it stays open until the weights are complete or the engine is paused.
 
 use std::collections::VecDeque;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -16,7 +16,7 @@ const KEPT: usize = 8;
 pub(crate) struct Mixed(Mutex<VecDeque<MixedWindow>>);
 
 impl Mixed {
-    /// The engine may serve a mixture since then. A window that is open still ends where this one begins.
+    /// The engine may serve a mixture from now on. An open window ends where this one begins.
     pub(crate) fn open(&self, version: u64, begin_ms: u64) {
         self.close(begin_ms);
         let mut windows = self.0.lock();
@@ -26,14 +26,14 @@ impl Mixed {
         windows.push_back(MixedWindow { version, begin_ms, end_ms: None });
     }
 
-    /// The weights are whole, or the engine is paused.
+    /// The weights are complete, or the engine is paused.
     pub(crate) fn close(&self, end_ms: u64) {
         if let Some(last) = self.0.lock().back_mut().filter(|last| last.end_ms.is_none()) {
             last.end_ms = Some(end_ms.max(last.begin_ms));
         }
     }
 
-    /// The engine never took a byte: the open window was none.
+    /// The engine never accepted a byte: removes the open window.
     pub(crate) fn withdraw(&self) {
         let mut windows = self.0.lock();
         if windows.back().is_some_and(|last| last.end_ms.is_none()) {

@@ -1,7 +1,7 @@
-//! The engine's process, where this agent can see it: one start of it, and the words that it was started with.
+//! The engine's process, if this agent can see it: its start and its command line.
 //!
-//! GPU memory passes only between processes that see each other, so where an engine can be fed from it, `/proc` shows its process as well.
-//! Decides which process serves a port by its words; reads no memory and no environment of it.
+//! GPU memory passes only between processes that see each other. So if an engine can be fed from it, `/proc` shows its process as well.
+//! Decides by the command line which process serves a port; reads neither its memory nor its environment.
 
 use std::path::Path;
 
@@ -15,7 +15,7 @@ pub(super) struct EngineProcess {
 }
 
 impl EngineProcess {
-    /// Whether it still runs; cheaper than to look for it again.
+    /// Whether it still runs; cheaper than another search.
     pub(super) fn runs(&self, proc: &Path) -> bool {
         started(&proc.join(self.pid.to_string())).is_some_and(|ticks| self.start == format!("{}@{ticks}", self.pid))
     }
@@ -37,7 +37,7 @@ impl EngineProcess {
     }
 }
 
-/// The process whose words satisfy `serves`: the one that started first, since workers may inherit their parent's words.
+/// The process whose command line satisfies `serves`: the one that started first, because workers may inherit their parent's command line.
 pub(super) fn find(proc: &Path, serves: impl Fn(&EngineProcess) -> bool) -> Option<EngineProcess> {
     let entries = std::fs::read_dir(proc).ok()?;
     let mut found: Vec<(u64, EngineProcess)> = Vec::new();

@@ -1,8 +1,8 @@
-//! What was written of an engine that has no field for it: which version it holds, or that an install began.
+//! The version of an engine that has no field for it, or that an install began.
 //!
-//! LMDeploy 0.18 keeps no version. The record lives as long as the agent, and in a file where it has a place, so that the next life of the
-//! agent still knows of an install that was not seen to end. Decides whether a record speaks of the start that runs now; where that cannot be
-//! reported, half an update counts and a whole version does not: the cost is one more install, never wrong weights.
+//! LMDeploy 0.18 keeps no version. The record exists as long as the agent, and in a file if there is a place for one. So the next
+//! incarnation of the agent also knows of an install whose end was not observed. Decides whether a record is about the running start. If
+//! that is unknown, half an update counts and a complete version does not: the cost is one more install, never wrong weights.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -31,7 +31,7 @@ impl Record {
         Self { file, written: Mutex::new(None) }
     }
 
-    /// Remembers what this start holds from now on.
+    /// Records the present contents of this start.
     pub(super) fn write(&self, start: &str, holding: &Holding) -> Result<(), EngineError> {
         let entry = Entry { start: start.to_owned(), holding: holding.text() };
         if let Some(file) = &self.file {

@@ -1,4 +1,4 @@
-//! An API key on its way to an engine. Decides how it is read and that it is never printed.
+//! An API key for requests to an engine. Decides how it is read and that it is never printed.
 
 use std::fmt;
 use std::path::Path;
@@ -10,7 +10,7 @@ use super::EngineError;
 pub struct ApiKey(String);
 
 impl ApiKey {
-    /// A key from its text; white space around it is dropped, because files and environments often end in a line break.
+    /// A key from text without surrounding white space, because files and environments often end in a line break.
     pub fn new(text: &str) -> Result<Self, EngineError> {
         let text = text.trim();
         if text.is_empty() || !text.bytes().all(|byte| byte.is_ascii_graphic()) {
@@ -22,7 +22,7 @@ impl ApiKey {
         Ok(Self(text.to_owned()))
     }
 
-    /// Reads the key from an environment variable; none when it is not set.
+    /// Reads the key from an environment variable; `None` if it is not set.
     pub fn from_env(name: &str) -> Result<Option<Self>, EngineError> {
         match std::env::var_os(name) {
             None => Ok(None),

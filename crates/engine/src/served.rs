@@ -1,8 +1,8 @@
-//! Where the checkpoint lies that a server was started with, as this process sees it.
+//! Where a server's start-up checkpoint is, as this process sees it.
 //!
-//! Decides by the server's own word for it: a path, a path in the working directory of the server's process, or a name of the Hugging Face
-//! hub whose copy lies in a cache here. Reads no memory and no environment of another process. A failure is reported with its reason,
-//! because versions are compared with nothing then.
+//! Decides by the name that the server reports: a path, a path in the working directory of the server's process, or a name of the Hugging
+//! Face hub with a copy in a cache here. Reads neither memory nor environment of another process. A failure has a reason, because versions
+//! are then compared with nothing.
 
 use std::path::{Path, PathBuf};
 
@@ -11,7 +11,8 @@ use super::process;
 /// Finds the directory that a server calls `name`.
 ///
 /// # Errors
-/// Why it cannot be read from here, with what would help.
+///
+/// Why it cannot be read from here, with the remedy.
 pub(super) fn find(name: &str, processes: &Path) -> Result<PathBuf, String> {
     let path = PathBuf::from(name);
     let candidates = if path.is_absolute() {
@@ -25,7 +26,7 @@ pub(super) fn find(name: &str, processes: &Path) -> Result<PathBuf, String> {
     })
 }
 
-/// Of the process that was started with that word.
+/// Of the process whose command line has that name.
 fn working_directory(name: &str, processes: &Path) -> Option<PathBuf> {
     let process =
         process::find(processes, |process| process.has(name) || process.words.iter().any(|word| word.ends_with(&format!("={name}"))))?;
@@ -40,7 +41,7 @@ fn hub_caches() -> Vec<PathBuf> {
     caches.into_iter().flatten().collect()
 }
 
-/// `models--ORG--NAME/snapshots/COMMIT`, the commit being what `refs/main` says.
+/// `models--ORG--NAME/snapshots/COMMIT`; `refs/main` contains the commit.
 fn in_hub(cache: &Path, name: &str) -> Option<PathBuf> {
     let is_part =
         |part: &str| !part.is_empty() && !part.starts_with('.') && part.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c));

@@ -1,6 +1,6 @@
-//! What an engine's HTTP interface offers, call by call: the part that differs from engine to engine.
+//! The HTTP interface of an engine, call by call: the part that differs from engine to engine.
 //!
-//! A server file decides paths, bodies and which reply counts as success. It never decides the order of calls or what a failure means
+//! A server file decides paths, bodies and which reply counts as success. It never decides the order of calls or the meaning of a failure
 //! for the replica: [`super::adapter`] does that, once for all engines.
 
 use std::path::{Path, PathBuf};
@@ -23,9 +23,9 @@ use weightsync_core::weights::TensorSpec;
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Sleeps {
-    /// Its weights are off the GPU now, or given up.
+    /// Its weights are off the GPU now, or discarded.
     pub(super) now: bool,
-    /// Times that it fell asleep; 0 for one that does not count.
+    /// Number of times that it fell asleep; 0 if it does not count.
     pub(super) times: u64,
 }
 
@@ -41,30 +41,30 @@ pub(super) trait Server: Send + Sync + 'static {
         Ok(())
     }
 
-    /// What it is; refuses a server that lacks what an install needs.
+    /// Its properties; refuses a server that lacks something that an install needs.
     async fn facts(&self, until: Until) -> Result<EngineFacts, EngineError>;
 
     /// Whether the HTTP front answers; works while the engine core loads.
     async fn front(&self, until: Until) -> Result<(), EngineError>;
 
-    /// Text that stays the same for one start of the server and differs after a restart, if the server reports something that does.
+    /// Text that is constant for one start of the server and differs after a restart, if the server reports such a text.
     async fn fingerprint(&self, until: Until) -> Result<String, EngineError>;
 
-    /// How it was put to sleep since it started. Never, for a server that does not report it.
+    /// Its sleeps since its start; zero for a server that does not report them.
     async fn sleeps(&self, _until: Until) -> Result<Sleeps, EngineError> {
         Ok(Sleeps::default())
     }
 
-    /// The version field, by way of the engine core where there is one: an answer proves that the core lives.
+    /// The version field, through the engine core if there is one: a response proves that the core works.
     async fn holding(&self, until: Until) -> Result<Holding, EngineError>;
 
     /// Writes the version field.
     async fn write(&self, holding: &Holding, until: Until) -> Result<(), EngineError>;
 
-    /// Pauses as the policy says ([`PausePolicy::External`]: as `Keep`), in a way that lets the cache be emptied later where that is wanted.
+    /// Pauses as the policy requires ([`PausePolicy::External`]: as `Keep`), so that the cache can be emptied later if that is required.
     async fn pause(&self, pause: PausePolicy, kv_cache: KvCachePolicy, until: Until) -> Result<(), EngineError>;
 
-    /// The same for an engine that may hold half an update. Its weights are worth nothing, so it may give them up.
+    /// The same for an engine that may hold half an update. Its weights are useless, so it may discard them.
     async fn pause_mixture(&self, pause: PausePolicy, kv_cache: KvCachePolicy, until: Until) -> Result<(), EngineError> {
         self.pause(pause, kv_cache, until).await
     }
@@ -73,45 +73,45 @@ pub(super) trait Server: Send + Sync + 'static {
 
     async fn unpause(&self, until: Until) -> Result<(), EngineError>;
 
-    /// Whether tensors are a whole replacement for the checkpoint at `served`, which this process sees.
+    /// Whether tensors replace all tensors of the checkpoint at `served`, which this process sees.
     fn fits(&self, served: &Path, tensors: &[TensorSpec]) -> Result<Fit, EngineError> {
         fit::check(served, tensors)
     }
 
-    /// Whether it takes all tensors of a draft model that would come that way.
+    /// Whether it could load all tensors of a draft model by that route.
     async fn takes_draft(&self, way: DraftWay, _draft: Vec<TensorSpec>, _until: Until) -> Result<(), EngineError> {
         Err(untaken(self.kind(), way))
     }
 
-    /// Readies what a load will read, where the engine reads from a place of its own; before anything of it is paused or touched. `from` is a
-    /// directory as this process sees it. Says where the files lie then, if not there.
+    /// Prepares the files of a load, if the engine reads from a place of its own; before anything is paused or changed. `from` is a
+    /// directory as this process sees it. Returns the place of the files, if it is another one.
     async fn stage(&self, _from: &Path, _until: Until) -> Result<Option<PathBuf>, EngineError> {
         Ok(None)
     }
 
-    /// Loads all weights from a directory as the engine sees it, or the staged ones; returns when it confirmed that.
+    /// Loads all weights from a directory as the engine sees it, or the staged ones; returns when the engine confirmed it.
     async fn load(&self, directory: &Path, until: Until) -> Result<(), EngineError>;
 
-    /// Clears what a failed load left in the engine, so that the next load starts clean.
+    /// Clears the remains of a failed load in the engine, so that the next load starts clean.
     async fn clear_failed_load(&self, until: Until) -> Result<(), EngineError>;
 
-    /// Empties KV and prefix cache, whatever holds them.
+    /// Empties KV and prefix cache, even parts in use.
     async fn reset_cache(&self, until: Until) -> Result<(), EngineError>;
 
     /// Generates one token; `Ok` also for a server that generates no text.
     async fn generate(&self, until: Until) -> Result<(), EngineError>;
 
-    /// Asks the canary's question: the log-probs of what it generates. [`EngineError::Unsupported`] when the server gives none.
+    /// Sends the canary's question: the log-probs of the generated tokens. [`EngineError::Unsupported`] if the server gives none.
     async fn log_probs(&self, canary: &CanaryPolicy, until: Until) -> Result<LogProbs, EngineError>;
 
-    /// Ends all requests that it holds, and stays paused.
+    /// Ends all its requests; it stays paused.
     async fn abort_all(&self, until: Until) -> Result<(), EngineError>;
 
-    /// The checkpoint it was started with, in its own words.
+    /// Its start-up checkpoint, as it reports it.
     async fn startup_checkpoint(&self, until: Until) -> Result<String, EngineError>;
 
-    /// How it can be fed from GPU memory under these policies; `served` is the checkpoint that it was started with, where it can be read
-    /// from here. Refuses what is not proven for this server and model, with the reason.
+    /// How it can be fed from GPU memory under these policies; `served` is its start-up checkpoint, if that can be read from here. Refuses
+    /// what is not proven for this server and model, with the reason.
     async fn device_route(
         &self,
         _pause: PausePolicy,
@@ -122,23 +122,23 @@ pub(super) trait Server: Send + Sync + 'static {
         Err(no_device_route(self.kind()))
     }
 
-    /// Its group calls; none for a kind that joins no groups.
+    /// Its group calls; `None` for a kind that joins no groups.
     fn groups(&self) -> Option<Arc<dyn GroupServer>> {
         None
     }
 
-    /// Opens a feed. The server is paused (where the route is gated) and marked; nothing of its weights is touched yet, and an error here
-    /// leaves it so.
+    /// Opens a feed. The server is paused (if the route is gated) and marked. None of its weights has changed yet, and an error here does
+    /// not change that.
     async fn open_feed(&self, _job: FeedJob<'_>, _until: Until) -> Result<Box<dyn Feed>, EngineError> {
         Err(no_device_route(self.kind()))
     }
 
-    /// Whether its workers read weights from shared memory of the host: the name of the way.
+    /// Whether its workers read weights from shared host memory: the name of the route.
     async fn host_route(&self, _until: Until) -> Result<&'static str, EngineError> {
         Err(no_host_route(self.kind()))
     }
 
-    /// Has the workers connect. Nothing of the server is changed yet, and an error here leaves it so.
+    /// Makes the workers connect. Nothing of the server has changed yet, and an error here does not change that.
     async fn open_host_feed(&self, _job: &HostJob, _until: Until) -> Result<Box<dyn HostFeed>, EngineError> {
         Err(no_host_route(self.kind()))
     }

@@ -1,9 +1,10 @@
 //! SGLang 0.5.23, unmodified: weights by `update_weights_from_disk`.
 //!
 //! Decides paths, bodies and which reply means success. All facts are from the wheel of 0.5.23 (`srt/entrypoints/http_server.py`,
-//! `srt/managers/tokenizer_manager.py`, `srt/managers/scheduler.py`). A load that fails is "rolled back" by the server from the *new* path
-//! (`srt/model_executor/model_runner_components/weight_updater.py`: the path is replaced first), so it counts as half an update all the same.
-//! The version goes in by a call of its own and last, never with the load, and the cache is flushed by a call of its own as well.
+//! `srt/managers/tokenizer_manager.py`, `srt/managers/scheduler.py`). The server "rolls back" a failed load from the *new* path
+//! (`srt/model_executor/model_runner_components/weight_updater.py`: the path is replaced first). So such a load counts as half an update
+//! all the same. The version is written by a separate call at the end, never with the load, and the cache is flushed by a separate call as
+//! well.
 
 mod group;
 mod tensors;
@@ -30,7 +31,7 @@ use weightsync_core::protocol::{CanaryPolicy, EngineFacts, KvCachePolicy, PauseP
 use weightsync_core::weights::TensorSpec;
 
 const KIND: &str = "sglang";
-/// Between two tries to empty a cache that something still holds.
+/// Wait between two tries to empty a cache that is still in use.
 const CACHE_RETRY: Duration = Duration::from_millis(50);
 
 pub(super) fn connect(config: EngineConfig) -> Result<Arc<dyn Engine>, EngineError> {
@@ -44,7 +45,7 @@ struct Sglang {
 }
 
 impl Sglang {
-    /// Start-up configuration and live state; answered by way of the scheduler, paused or not.
+    /// Start-up configuration and live state; the scheduler responds, paused or not.
     async fn server_info(&self, until: Until) -> Result<Answer, EngineError> {
         let reply = self.http.get("/server_info", until).await?;
         match reply.status() {
@@ -67,7 +68,7 @@ impl Sglang {
     }
 }
 
-/// Worker ranks of the server: what it says itself, else tensor x pipeline x data (attention data parallelism lives inside tensor).
+/// Worker ranks of the server: as it reports them, otherwise tensor x pipeline x data (attention data parallelism is inside tensor).
 fn world_size(info: &Answer) -> Result<u32, EngineError> {
     let count = |name: &str| match info.value().get(name) {
         None | Some(Value::Null) => Some(1),
@@ -125,14 +126,14 @@ impl Server for Sglang {
         })
     }
 
-    /// `/ping` is a flag. It is 503 after another client called `/health` during a pause, which is no failure during a load.
+    /// `/ping` returns a flag. It is 503 after another client called `/health` during a pause; during a load that is no failure.
     async fn front(&self, until: Until) -> Result<(), EngineError> {
         let reply = self.http.get("/ping", until).await?;
         if matches!(reply.status(), 200 | 503) { Ok(()) } else { Err(reply.into_status()) }
     }
 
-    /// Start-up times and the seed, which SGLang draws again for each start unless it is set, from the scheduler's own report. While the
-    /// scheduler loads this call waits for it, as every call to it does.
+    /// Start-up times and the seed from the scheduler's own report; SGLang draws the seed for each start unless it is set. While the
+    /// scheduler loads, this call waits for it, like every call to it.
     async fn fingerprint(&self, until: Until) -> Result<String, EngineError> {
         let info = self.server_info(until).await?;
         let of_one_start = json!([info.value().get("startup_time"), info.value().get("random_seed"), info.value().get("launch_command")]);
@@ -154,7 +155,7 @@ impl Server for Sglang {
 
     async fn pause(&self, pause: PausePolicy, kv_cache: KvCachePolicy, until: Until) -> Result<(), EngineError> {
         self.accepts(pause, kv_cache)?;
-        // A request paused in place keeps its cache, and a flush is refused while it does; a retracted one is recomputed.
+        // A request paused in place keeps its cache, and prevents a flush; a retracted one is recomputed.
         let mode = match (pause, kv_cache) {
             (PausePolicy::Abort | PausePolicy::AbortAwake, _) => "abort",
             (_, KvCachePolicy::Keep) => "in_place",
@@ -163,7 +164,7 @@ impl Server for Sglang {
         self.post_ok("/pause_generation", &json!({"mode": mode}), ("status", json!("ok")), until).await.map(drop)
     }
 
-    /// `/ready` is a flag: 200 when healthy and not paused. `/health` would wait for the end of the pause and then report the server as
+    /// `/ready` is a flag: 200 if healthy and not paused. `/health` would wait for the end of the pause and then report the server as
     /// unhealthy.
     async fn is_paused(&self, until: Until) -> Result<bool, EngineError> {
         let reply = self.http.get("/ready", until).await?;
@@ -177,7 +178,7 @@ impl Server for Sglang {
     async fn unpause(&self, until: Until) -> Result<(), EngineError> {
         self.post_ok("/continue_generation", &json!({"torch_empty_cache": false}), ("status", json!("ok")), until).await?;
         if self.is_paused(until).await? {
-            // Somebody asked /health during the pause; the server calls itself unhealthy until it is asked again.
+            // Another client called /health during the pause: the server stays unhealthy until the next call.
             self.http.get("/health", until).await?.ok()?;
         }
         Ok(())
@@ -186,7 +187,7 @@ impl Server for Sglang {
     async fn load(&self, directory: &Path, until: Until) -> Result<(), EngineError> {
         let body = json!({
             "model_path": directory.to_string_lossy(),
-            // Servers of trainers are often started with `--load-format dummy`, and null would mean that.
+            // Trainers often start servers with `--load-format dummy`, and null would mean that.
             "load_format": "safetensors",
             "abort_all_requests": false,
             "flush_cache": false,
@@ -202,14 +203,14 @@ impl Server for Sglang {
     async fn reset_cache(&self, until: Until) -> Result<(), EngineError> {
         loop {
             match self.http.post("/flush_cache", None, until).await?.ok() {
-                // Requests still running or queued.
+                // Requests are still running or queued.
                 Err(EngineError::Status { status: 400, .. }) if until.left() > CACHE_RETRY => tokio::time::sleep(CACHE_RETRY).await,
                 done => return done,
             }
         }
     }
 
-    /// `/health` generates one token, or takes a sign of any other request for it.
+    /// `/health` generates one token, or accepts a sign of any other request instead.
     async fn generate(&self, until: Until) -> Result<(), EngineError> {
         self.http.get("/health", until).await?.ok()
     }
@@ -237,7 +238,7 @@ impl Server for Sglang {
         self.server_info(until).await?.string("model_path")
     }
 
-    /// [`tensors`] where that is allowed, else checkpoint-engine, if it is installed with the server: `/update_weights_from_ipc`, which
+    /// [`tensors`] if that is allowed, otherwise checkpoint-engine, if it is installed with the server: `/update_weights_from_ipc`, which
     /// needs no session. A server with a draft model would run the whole protocol a second time on the same address, with buckets that are
     /// gone by then (`srt/checkpoint_engine/checkpoint_engine_worker.py`).
     async fn device_route(
@@ -267,8 +268,8 @@ impl Server for Sglang {
         Ok(DeviceRoute { name, gpus: Vec::new(), gated: true, why_not_faster: None })
     }
 
-    /// Only an update from a group says which of the two models loads what it brings (`selector`). What the draft model's checkpoint holds is not
-    /// reported (EAGLE's lacks what it shares), so nothing is compared.
+    /// Only an update from a group names the model that loads its tensors (`selector`). The server does not report the contents of the
+    /// draft model's checkpoint (EAGLE's lacks what it shares), so nothing is compared.
     async fn takes_draft(&self, way: DraftWay, _: Vec<TensorSpec>, until: Until) -> Result<(), EngineError> {
         if way != DraftWay::Group {
             return Err(untaken(KIND, way));

@@ -1,9 +1,9 @@
-//! Which start of an engine's process one speaks to. No single sign is enough: a start time can be missing or too coarse, a refused
-//! connection can fall between two looks (simulators restart in milliseconds), and a lost label shows only after an install. Between two
-//! looks an idle connection shows it: while it is open, the checked process still runs.
+//! Which start of an engine's process responds. No single sign is enough. A start time can be missing or too coarse. A refused connection
+//! can fall between two checks (simulators restart in milliseconds). A lost label shows only after an install. Between two checks, an idle
+//! connection shows it: while it is open, the checked process still runs.
 //!
-//! Decides when two looks saw different starts, and whether what a look saw still holds. In doubt it says "another start": the cost is one
-//! more install, never stale weights.
+//! Decides when two checks saw different starts, and whether the result of a check is still valid. In doubt it reports another start: the
+//! cost is one more install, never stale weights.
 
 use std::sync::Arc;
 
@@ -26,19 +26,19 @@ struct Seen {
     answered: bool,
     /// What the engine must still report, because this adapter wrote it.
     written: Option<Holding>,
-    /// Of the last answer.
+    /// Fingerprint in the last response.
     fingerprint: String,
     /// Grows when a write begins and when it ends, so it is odd while one is under way.
     writes: u64,
-    /// To the process that listened when it was last taken hold of.
+    /// Connection to the last known listener.
     line: Option<Arc<Lifeline>>,
-    /// Grows with each process that was taken hold of and may be another one than before.
+    /// Grows with each new connection that may lead to another process than before.
     breaks: u64,
-    /// The value of `breaks` in which a look ended that had begun in it: that process is known.
+    /// The value of `breaks` during which a check began and ended: that process is known.
     known: Option<u64>,
     /// Its report of its sleep at the last check; `None` before the first one.
     sleep: Option<Sleeps>,
-    /// Times that it was found to have fallen asleep.
+    /// How often it was found to have fallen asleep.
     sleeps: u64,
 }
 
@@ -67,18 +67,18 @@ impl StartWatch {
         self.0.lock().writes += 1;
     }
 
-    /// The adapter wrote this into the engine; none when it is not known whether it did.
+    /// Records what the adapter wrote; `None` if it is not known whether it did.
     pub(super) fn wrote(&self, holding: Option<Holding>) {
         let mut seen = self.0.lock();
         seen.written = holding;
         seen.writes += 1;
     }
 
-    /// A new connection to the present listener; `None` if there is none. Open it before a check whose result must stay valid until the
-    /// next one.
+    /// Takes a new connection to the present listener; `None` if there is none. Open it before a check whose result must stay valid until
+    /// the next one.
     pub(super) fn hold(&self, fresh: Option<Lifeline>) {
         let mut seen = self.0.lock();
-        // The older one stands although the younger one was taken already: both lead to one process.
+        // The older connection is still open although the younger one was accepted already: both lead to one process.
         if !seen.line.as_ref().is_some_and(|line| line.stands()) {
             seen.breaks += 1;
         }
@@ -91,7 +91,7 @@ impl StartWatch {
         seen.known == Some(seen.breaks) && seen.start() == *start && seen.line.as_ref().is_some_and(|line| line.stands())
     }
 
-    /// The connection to the process that was taken hold of last.
+    /// The connection to the last known process.
     pub(super) fn line(&self) -> Option<Arc<Lifeline>> {
         self.0.lock().line.clone()
     }
@@ -101,20 +101,20 @@ impl StartWatch {
         Look { writes: seen.writes, breaks: seen.breaks }
     }
 
-    /// Whether the process that a look began with stood ever since.
+    /// Whether the process of a check ran ever since its beginning.
     pub(super) fn stood_since(&self, look: Look) -> bool {
         let seen = self.0.lock();
         look.breaks == seen.breaks && seen.line.as_ref().is_some_and(|line| line.stands())
     }
 
-    /// The start that answered with this fingerprint (its start time or the like) and this label.
+    /// The start that responded with this fingerprint (its start time or similar) and this label.
     pub(super) fn answered(&self, look: Look, fingerprint: &str, holding: &Holding) -> EngineStart {
         let mut seen = self.0.lock();
         seen.answered = true;
         fingerprint.clone_into(&mut seen.fingerprint);
         let undisturbed = look.writes == seen.writes && look.writes.is_multiple_of(2);
         if undisturbed && seen.written.as_ref().is_some_and(|written| written != holding) {
-            // Another program's label counts too: that program may have written weights as well.
+            // Another program's label counts too: that program may also have written weights.
             seen.generation += 1;
             seen.written = None;
         }
@@ -129,13 +129,13 @@ impl StartWatch {
         seen.start()
     }
 
-    /// Its report of sleeps by another client. Its version no longer counts from then on: an engine in deep sleep drops its weights and
-    /// keeps the label, so nothing else would show it.
+    /// Records its report of sleeps by another client. From then on its version no longer counts: in deep sleep an engine drops its weights
+    /// and keeps the label, so nothing else would show it.
     pub(super) fn slept(&self, sleep: Sleeps) {
         let mut seen = self.0.lock();
         let before = seen.sleep.replace(sleep);
         let fell_asleep = sleep.now && !before.is_some_and(|before| before.now);
-        // One that has ended already counts as well.
+        // A sleep that has ended already counts as well.
         if fell_asleep || before.is_some_and(|before| sleep.times > before.times) {
             seen.sleeps += 1;
         }

@@ -1,16 +1,17 @@
-//! Routes into an engine that were read in its source and tested with simulators, but not on a GPU yet.
+//! Routes into an engine that were read in its source and tested with simulators, but did not run on a GPU yet.
 //!
-//! Decides that such a way is refused, for every version whose source was not read, and for the others unless a run on GPUs proved that
-//! version or the user of the agent accepts the risk ([`super::EngineConfig::unproven_routes`], `WEIGHTSYNC_UNPROVEN_ROUTES=1`). Pure.
+//! Decides that such a route is refused for every version whose source was not read. For the others it is refused unless a run on GPUs
+//! proved that version, or the user of the agent accepts the risk ([`super::EngineConfig::unproven_routes`],
+//! `WEIGHTSYNC_UNPROVEN_ROUTES=1`). Pure.
 
-/// A way and the versions whose source says how it is used.
+/// A route, and the versions whose source describes its use.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Unproven {
     pub(super) engine: &'static str,
     pub(super) way: &'static str,
-    /// Versions that were seen on a GPU.
+    /// Versions that ran on a GPU.
     pub(super) seen: &'static [&'static str],
-    /// The others whose source was read.
+    /// Other versions whose source was read.
     pub(super) read: &'static [&'static str],
 }
 

@@ -1,9 +1,9 @@
-//! vLLM 0.32 with `VLLM_SERVER_DEV_MODE=1`: weights by `reload_weights` from a directory, or by our own back end where it was started with it.
+//! vLLM 0.32 with `VLLM_SERVER_DEV_MODE=1`: weights by `reload_weights` from a directory, or by our own back end if it was started with it.
 //!
 //! Decides paths, bodies and which reply means success. All facts are from the wheel of 0.32.0 (`entrypoints/rl/online/api_router.py`,
-//! `entrypoints/serve/dev`) and were seen on the running server (`tests/engine`). Two of them shape this file: after a reload that failed
-//! in the middle the next one replays what the first had buffered and fails or loads a mixture, until an empty reload closes it
-//! (`model_executor/model_loader/reload/layerwise.py`); and `/health` says 200 while the engine core is stuck.
+//! `entrypoints/serve/dev`) and were seen on the running server (`tests/engine`). Two of them shape this file. After a reload that failed
+//! in the middle, the next one replays what the first had buffered and fails or loads a mixture, until an empty reload closes it
+//! (`model_executor/model_loader/reload/layerwise.py`). And `/health` returns 200 while the engine core is stuck.
 
 mod backend;
 mod buckets;
@@ -41,11 +41,11 @@ use weightsync_core::protocol::{CanaryPolicy, EngineFacts, KvCachePolicy, PauseP
 use weightsync_core::weights::TensorSpec;
 
 const KIND: &str = "vllm";
-/// Between two tries to empty a cache that something still holds.
+/// Wait between two tries to empty a cache that is still in use.
 const CACHE_RETRY: Duration = Duration::from_millis(50);
-/// Tokens of the probe's prompt. With fewer than 5 as its first work, vLLM 0.32's worker on a processor with AMX dies of an illegal
-/// instruction in bfloat16: its attention uses AMX, and what asks the kernel for it runs in larger products only. No more than one block of
-/// the cache, so that nothing of it is found there.
+/// Tokens of the probe's prompt. If its first work has fewer than 5 tokens, vLLM 0.32's worker on a processor with AMX dies of an illegal
+/// instruction in bfloat16: its attention uses AMX, and only larger products request it from the kernel. At most one block of the cache, so
+/// that no part of the prompt is found there.
 const PROBE_TOKENS: usize = 16;
 
 pub(super) fn connect(config: EngineConfig) -> Result<Arc<dyn Engine>, EngineError> {
@@ -66,7 +66,7 @@ struct Vllm {
     backend: Mutex<Option<(String, bool)>>,
     /// A start of the server whose workers' replies are late.
     late: Mutex<Option<String>>,
-    /// A start of the server that generated before it was asked a canary's question.
+    /// A start of the server that generated before its first canary.
     computed: Mutex<Option<String>>,
 }
 
@@ -75,14 +75,14 @@ impl Vllm {
         self.http.get(path, until).await?.json()
     }
 
-    /// POST that must answer 200 with `field` being `value`.
+    /// POST that must return 200 with `field` equal to `value`.
     async fn post(&self, path: &str, body: Option<&Value>, success: (&str, Value), until: Until) -> Result<(), EngineError> {
         self.http.post(path, body, until).await?.json()?.must(success.0, &success.1).map(drop)
     }
 
-    /// The workers' own reload. vLLM 0.32 reads the replies of workers one after the other and stops at the first failure, so from then on
-    /// those of the others are taken for replies to later calls (`v1/executor/multiproc_executor.py`; seen): of several ranks no success is
-    /// accepted after a failure, until the server restarts.
+    /// The workers' own reload. vLLM 0.32 reads the replies of workers one after the other and stops at the first failure. From then on, it
+    /// takes the remaining replies for those to later calls (`v1/executor/multiproc_executor.py`; seen). So with several ranks no success
+    /// is accepted after a failure, until the server restarts.
     async fn reload_weights(&self, arguments: Value, until: Until) -> Result<(), EngineError> {
         let late = self.late.lock().clone();
         if let Some(late) = late
@@ -121,7 +121,8 @@ impl Vllm {
         }
     }
 
-    /// Whether the server was started with our own back end; asked once for each start, because others log a refusal as an error.
+    /// Whether the server was started with our own back end; requested once for each start, because other servers log a refusal as an
+    /// error.
     async fn has_backend(&self, until: Until) -> Result<bool, EngineError> {
         let start = self.fingerprint(until).await?;
         let known = self.backend.lock().clone();
@@ -139,7 +140,7 @@ impl Vllm {
         ranks.ok_or_else(|| size.bad("its world size is no count of ranks".to_owned()))
     }
 
-    /// A route that only a server with weight updates has.
+    /// Fails if a server without weight updates lacks the route.
     fn needed(&self, reply: Reply, option: &str) -> Result<Reply, EngineError> {
         match reply.status() {
             404 | 405 => Err(unsupported(format!("{} has no routes for weight updates", self.http.url()), option)),
@@ -162,7 +163,7 @@ fn unsupported(what: String, next_step: &str) -> EngineError {
 
 const DEV_MODE: &str = "start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment";
 const NEWER: &str = "use vLLM 0.32 or newer";
-/// The way in by our own back end, for status and logs.
+/// The route by our own back end, for status and logs.
 const BACKEND: &str = "WeightSync's back end in vLLM's workers";
 const DIRECTORY: &str = "it is fed from a directory";
 #[async_trait]
@@ -185,7 +186,7 @@ impl Server for Vllm {
         let server_version = version.json()?.string("version")?;
         self.served(until).await?;
         self.needed(self.http.get("/is_paused", until).await?, DEV_MODE)?.json()?;
-        // Without a method the route says 400 and does nothing; 404 is what a server without dev mode says.
+        // Without a method the route returns 400 and does nothing; a server without dev mode returns 404.
         let probe = self.needed(self.http.post("/collective_rpc", Some(&json!({})), until).await?, DEV_MODE)?;
         if probe.status() != 400 {
             return Err(probe.into_status());
@@ -237,7 +238,7 @@ impl Server for Vllm {
     }
 
     async fn pause(&self, pause: PausePolicy, kv_cache: KvCachePolicy, until: Until) -> Result<(), EngineError> {
-        // A request that is kept keeps its cache; it is emptied after the load. Caches of ended requests can go at once.
+        // A kept request keeps its cache, which is emptied after the load. Caches of ended requests can be emptied at once.
         let path = match (pause, kv_cache) {
             (PausePolicy::Keep | PausePolicy::External, _) => "/pause?mode=keep&clear_cache=false",
             (PausePolicy::Drain, KvCachePolicy::Reset) => "/pause?mode=wait&clear_cache=true",
@@ -261,14 +262,14 @@ impl Server for Vllm {
         self.reload_weights(json!({"weights_path": directory.to_string_lossy()}), until).await
     }
 
-    /// Loads an empty list of weights: what the failed reload had buffered is dropped, layers that it never reached get their old values
-    /// back, and the loaders are whole again (`finalize_layerwise_reload`, which only a reload that succeeds runs).
+    /// Loads an empty list of weights. This drops what the failed reload had buffered, restores the old values of layers that it never
+    /// reached, and repairs the loaders (`finalize_layerwise_reload`, which only a successful reload runs).
     async fn clear_failed_load(&self, until: Until) -> Result<(), EngineError> {
         self.reload_weights(json!({"weights_iterator": []}), until).await
     }
 
     async fn reset_cache(&self, until: Until) -> Result<(), EngineError> {
-        // Requests that are kept are preempted and recomputed; caches of KV connectors are as stale as the local one.
+        // Kept requests are preempted and recomputed; caches of KV connectors are as stale as the local one.
         let path = "/reset_prefix_cache?reset_running_requests=true&reset_external=true";
         loop {
             match self.post(path, None, ("success", Value::Bool(true)), until).await {
@@ -286,7 +287,7 @@ impl Server for Vllm {
         let body = json!({"model": model, "prompt": vec![0; PROBE_TOKENS], "max_tokens": 1, "temperature": 0, "logprobs": 0});
         let reply = self.http.post("/v1/completions", Some(&body), until).await?.unless_no_number()?;
         if matches!(reply.status(), 400 | 404 | 405 | 501) {
-            // A server that generates no text, or allows no log-probs, says nothing about its life here.
+            // A server that generates no text, or allows no log-probs, shows nothing here.
             return Ok(());
         }
         let answer = reply.json()?;
@@ -301,12 +302,12 @@ impl Server for Vllm {
 
     async fn log_probs(&self, canary: &CanaryPolicy, until: Until) -> Result<LogProbs, EngineError> {
         let start = self.fingerprint(until).await?;
-        // A short prompt of a user's as its first work may kill a worker: see `PROBE_TOKENS`.
+        // A user's short prompt as its first work may kill a worker: see `PROBE_TOKENS`.
         if self.computed.lock().as_ref() != Some(&start) {
             match self.generate(until).await {
                 Ok(()) => *self.computed.lock() = Some(start),
                 Err(error @ (EngineError::Unreachable { .. } | EngineError::Timeout { .. })) => return Err(error),
-                // What it answers to the question is judged, not this.
+                // Only the answer to the question is judged, not this.
                 Err(_) => {}
             }
         }
@@ -354,7 +355,7 @@ impl Server for Vllm {
         let ranks = self.size(until).await?;
         let opened = Backend::open(self.http.clone(), job, ranks, until).await;
         if matches!(opened, Err(EngineError::Unsupported { .. })) {
-            // Checked again only when it restarts.
+            // Checked again only after a restart.
             if let Some((_, there)) = self.backend.lock().as_mut() {
                 *there = false;
             }

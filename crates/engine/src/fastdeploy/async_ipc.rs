@@ -1,10 +1,11 @@
 //! The asynchronous IPC message of FastDeploy #7472: buckets in our own GPU memory, named one by one over ZeroMQ and cloned by each worker.
 //!
-//! We bind one socket a rank, and the workers connect when the legacy route `/update_model_weight` has them load, which they do only after
-//! `/clear_load_weight`: from there on the server has no weights until the last bucket came. Each rank gets the handle of the memory on its
-//! own GPU. Each message is answered: empty text when the bucket was cloned and the device is idle, else the text of an error. An empty
-//! message (`None`) ends it. Never trusts the server's last check of its parameters, which the posted change comments out: a version is
-//! compared with the server's checkpoint before anything is touched, and one that cannot be compared is refused.
+//! This side binds one socket for each rank. The workers connect when the legacy route `/update_model_weight` makes them load, which works
+//! only after
+//! `/clear_load_weight`: from there on, the server has no weights until the last bucket came. Each rank gets the handle of the memory on
+//! its own GPU. The reply to a message is empty when the bucket was cloned and the device is idle; otherwise it is the text of an error. An
+//! empty message (`None`) ends the load. This never trusts the server's last check of its parameters, which the posted change comments out.
+//! A version is compared with the server's checkpoint before anything changes, and one that cannot be compared is refused.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -27,20 +28,20 @@ use weightsync_torch::Piece;
 use weightsync_torch::paddle::{self, SharedBuffer};
 use weightsync_torch::pickle::Value;
 
-/// Between two looks whether the worker has connected.
+/// Interval at which it checks whether the worker has connected.
 const CONNECTING: Duration = Duration::from_millis(2);
 /// Longest wait for the server's error text after it refused.
 const LAST_WORDS: Duration = Duration::from_secs(2);
 /// Part of a worker's error that ours shows, in characters.
 const SHOWN: usize = 512;
 
-/// In an address, what stands for the number of a rank.
+/// Placeholder for the number of a rank in an address.
 pub(super) const RANK: &str = "{rank}";
 
-/// Where the workers of a server connect, as its words say.
+/// Where the workers of a server connect, by its command line.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Workers {
-    /// Of all ranks; holds [`RANK`] where there are several.
+    /// The address for all ranks; contains [`RANK`] if there are several.
     pub(super) address: String,
     /// The first rank's own number of its GPU; each further rank's is one more.
     pub(super) device: u64,
@@ -61,7 +62,7 @@ impl Workers {
     }
 }
 
-/// One worker: the GPU that its handle lies on, its own number of it, and where it connects.
+/// One worker: the GPU of its handle, its own number for that GPU, and its address.
 struct Rank {
     gpu: String,
     device: u64,
@@ -85,15 +86,15 @@ impl Rank {
         Ok(Self { gpu: gpu.to_owned(), device, socket })
     }
 
-    /// Gives up the address before it is bound again. A dropped socket removes its file a moment later (zeromq 0.7), and that would be the
-    /// next update's: no worker could find it, and the update would end in silence.
+    /// Frees the address before it is bound again. A dropped socket removes its file a moment later (zeromq 0.7). That would be the next
+    /// update's file: no worker could find it, and the update would end without a message.
     async fn unbind(&mut self, within: Duration) {
         let _errors = tokio::time::timeout(within, self.socket.unbind_all()).await;
     }
 
-    /// Ends its wait with the reason.
+    /// Ends the worker's wait with the reason.
     async fn give_up(&mut self, last: &Bytes, within: Duration) {
-        // A worker in the middle of a bucket must answer before it can be sent anything.
+        // A worker in the middle of a bucket must reply before it can receive anything.
         let _answer = tokio::time::timeout(within / 2, self.socket.recv()).await;
         let _sent = tokio::time::timeout(within / 2, self.socket.send(last.clone().into())).await;
     }
@@ -110,7 +111,7 @@ pub(super) struct AsyncIpc {
 }
 
 impl AsyncIpc {
-    /// Binds; asks nothing of the server yet. `served` is the server's checkpoint as this process sees it.
+    /// Binds, and sends nothing to the server yet. `served` is the server's checkpoint as this process sees it.
     pub(super) async fn open(
         http: Arc<EngineHttp>,
         feed: &FeedJob<'_>,
@@ -134,7 +135,7 @@ impl AsyncIpc {
         Ok(Self { http, layout, ranks, call: None, touched: false, whole })
     }
 
-    /// Takes the weights out and has the worker wait for new ones.
+    /// Removes the weights and makes the workers wait for new ones.
     async fn begin(&mut self, until: Until) -> Result<(), EngineError> {
         self.touched = true;
         self.http.get("/clear_load_weight", until).await?.ok()?;
@@ -147,7 +148,7 @@ impl AsyncIpc {
         futures::future::join_all(self.ranks.iter_mut().map(|rank| rank.unbind(within))).await;
     }
 
-    /// One message to each rank and its answer, unless the server's call ends first. All ranks copy at the same time.
+    /// Sends one message to each rank and waits for its reply, unless the server's call ends first. All ranks copy at the same time.
     async fn exchange(&mut self, messages: Vec<Bytes>, then: Then, until: Until) -> Result<(), EngineError> {
         let url = self.http.url().to_owned();
         let Some(call) = self.call.as_mut() else {
@@ -193,7 +194,7 @@ async fn ask(socket: &mut ReqSocket, message: Bytes) -> Result<(), String> {
 impl Feed for AsyncIpc {
     async fn bucket(&mut self, bucket: &DeviceBucket, until: Until) -> Result<Released, EngineError> {
         let mut all = pieces(&self.layout, bucket);
-        // No bucket holds those without bytes, and the worker's last look wants every parameter.
+        // No bucket contains tensors without bytes, but the worker's last check requires every parameter.
         let first = self.call.is_none();
         let empty: Vec<TensorSpec> = self.layout.tensors().filter(|tensor| first && tensor.shape.contains(&0)).cloned().collect();
         all.extend(empty.iter().map(|tensor| Piece { name: &tensor.name, dtype: tensor.dtype, shape: &tensor.shape, offset: 0, bytes: 0 }));
@@ -227,7 +228,7 @@ impl Feed for AsyncIpc {
             outcome.unwrap_or_else(|ended| Err(EngineError::NotSuccess { url, body: format!("its call ended: {ended}") }))?;
         }
         self.unbind(until.left()).await;
-        // With FD_ENABLE_V1_UPDATE_WEIGHTS the route lets the engine run by itself.
+        // With FD_ENABLE_V1_UPDATE_WEIGHTS the route resumes the engine by itself.
         super::success(self.http.url(), self.http.post("/v1/pause", None, until).await?).map(drop)
     }
 

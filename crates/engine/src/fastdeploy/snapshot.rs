@@ -1,9 +1,9 @@
 //! The snapshot file from which FastDeploy with `--load_strategy ipc_snapshot` reloads its weights, and how a version replaces it.
 //!
-//! The server asks for no path: it reads `model_state.tp{rank}.{gpu}.pdparams` of its own model directory, which is a safetensors file by
+//! The server takes no path. It reads `model_state.tp{rank}.{gpu}.pdparams` of its own model directory, which is a safetensors file under
 //! another name (`fastdeploy/rl/dynamic_weight_manager.py`, `paddle.load(path, safetensors=True)`; the part files and the legacy name come
-//! from the same function). Decides names and places only: a version is staged next to the model before the server is touched, and takes
-//! the snapshot's place in one rename, so that a restarted server always finds a complete file. The first snapshot is kept.
+//! from the same function). Decides names and places only. A version is staged next to the model before the server is changed, and replaces
+//! the snapshot by one rename. So a restarted server always finds a complete file. The first snapshot is kept.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -28,7 +28,7 @@ pub(crate) struct Snapshot {
 }
 
 impl Snapshot {
-    /// The snapshot in a model directory; as many bases as ranks are expected to be there, and one is what can be fed.
+    /// The snapshot in a model directory. Snapshots of several ranks are refused.
     pub(crate) fn find(directory: &Path) -> Result<Self, EngineError> {
         let unreadable = |cause: io::Error| refused(format!("{} cannot be read: {cause}", directory.display()), SAME_DIRECTORY);
         let mut found: Vec<(String, Option<u32>, String)> = Vec::new();
@@ -57,14 +57,14 @@ impl Snapshot {
                 ));
             }
         };
-        // Part files win over the whole one, as they do in the server.
+        // Part files take precedence over the whole one, as in the server.
         let has_parts = found.iter().any(|(_, part, _)| part.is_some());
         found.retain(|(_, part, _)| part.is_some() == has_parts);
         found.sort_by_key(|(_, part, _)| *part);
         Ok(Self { directory: directory.to_owned(), base, files: found.into_iter().map(|(.., name)| name).collect() })
     }
 
-    /// Names, types and shapes of what it holds: every parameter of the model, under the server's own names.
+    /// Names, types and shapes of its contents: every parameter of the model, under the server's own names.
     pub(crate) fn specs(&self) -> Result<Vec<TensorSpec>, EngineError> {
         let mut specs = Vec::new();
         for name in &self.files {
@@ -79,7 +79,7 @@ impl Snapshot {
         self.directory.join(CORNER).join("next")
     }
 
-    /// Puts the weights of a version, or kept ones, next to the model, under their final names. Returns their path.
+    /// Copies the weights of a version, or kept ones, next to the model, under their final names. Returns their path.
     pub(super) fn stage(&self, from: &Path) -> Result<PathBuf, EngineError> {
         let next = self.next();
         self.try_stage(from, &next).map_err(|cause| {
@@ -102,7 +102,7 @@ impl Snapshot {
         link(&file, &next.join(format!("{}.pdparams", self.base)))
     }
 
-    /// Keeps the snapshot that the server was first started with, once.
+    /// Keeps the snapshot with which the server was first started, once.
     fn keep_first(&self) -> io::Result<()> {
         let kept = kept(&self.directory);
         if kept.is_dir() {
@@ -117,7 +117,7 @@ impl Snapshot {
         fs::rename(&partial, &kept)
     }
 
-    /// What was staged takes the snapshot's place; nothing staged is nothing to do.
+    /// Replaces the snapshot by the staged files; has no effect if nothing is staged.
     pub(super) fn switch(&self) -> io::Result<()> {
         let next = self.next();
         let mut placed = BTreeSet::new();
@@ -141,7 +141,7 @@ impl Snapshot {
     }
 }
 
-/// Where the snapshot is kept that a server was first started with: a directory like the model's.
+/// Where the first snapshot of a server is kept: a directory like the model's.
 pub(super) fn kept(directory: &Path) -> PathBuf {
     directory.join(CORNER).join("startup")
 }
@@ -152,7 +152,7 @@ fn refused(what: String, next_step: &str) -> EngineError {
     EngineError::Unsupported { what, next_step: next_step.to_owned() }
 }
 
-/// A second name for a file, or a copy where the two places are not on one file system.
+/// A hard link to a file, or a copy if the two places are on different file systems.
 pub(super) fn link(from: &Path, to: &Path) -> io::Result<()> {
     match fs::hard_link(from, to) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Err(error),

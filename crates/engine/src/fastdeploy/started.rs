@@ -11,7 +11,7 @@ use crate::process::EngineProcess;
 
 pub(super) const START: &str = "start FastDeploy with --dynamic-load-weight --load_strategy ipc_snapshot";
 
-/// How it gets its weights, as far as can be seen.
+/// How it gets its weights, as far as its command line shows.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Strategy {
     Snapshot,
@@ -24,14 +24,14 @@ pub(super) enum Strategy {
 }
 
 impl Strategy {
-    /// By the words of its process.
+    /// By the command line of its process.
     pub(super) fn of(process: Option<&EngineProcess>) -> Self {
         let Some(process) = process else { return Self::Unseen };
         let option = |name: &str| process.value(&format!("--{}", name.replace('_', "-"))).or_else(|| process.value(&format!("--{name}")));
         match option("load_strategy") {
             Some("ipc_snapshot") => Self::Snapshot,
             Some(other) => {
-                // A server that carries #7472 looks like one that does not, so its starter must declare it in the free-form configuration.
+                // A server with #7472 looks like one without, so the user must declare it in the free-form configuration.
                 let config: Value = option("rsync_config").and_then(|config| serde_json::from_str(config).ok()).unwrap_or_default();
                 let text = |name: &str| config.get(name).and_then(Value::as_str);
                 match (other, text("transfer_mode"), text("ipc_address")) {
@@ -50,13 +50,13 @@ impl Strategy {
     }
 }
 
-/// Tensor-parallel ranks of a server, 1 where it does not say.
+/// Tensor-parallel ranks of a server; 1 if its command line has none.
 pub(super) fn ranks(process: &EngineProcess) -> usize {
     let named = process.value("--tensor-parallel-size").or_else(|| process.value("--tensor_parallel_size"));
     named.and_then(|ranks| ranks.parse().ok()).unwrap_or(1)
 }
 
-/// Why a server that was started so cannot be fed by us.
+/// Why a server with this start-up cannot be fed.
 pub(super) fn no_way(strategy: &str) -> EngineError {
     let what = match strategy {
         "rsync" => {

@@ -1,10 +1,10 @@
-//! Versions as steps of a folder, for a server that is updated by `POST /v1/update_weights` and whose `checkpoint_transfer` is WeightSync's
+//! Versions as steps in a folder, for a server that is updated by `POST /v1/update_weights` and whose `checkpoint_transfer` is WeightSync's
 //! (`python/weightsync/fastdeploy`).
 //!
-//! FastDeploy with `FD_USE_GDR_CHECKPOINT_TRANSFER=1` takes a stream of checkpoint tensors under a step's name from that library, each rank by
-//! itself, and its models' own loaders shard them (`update_weights_by_gdr`, `rl/dynamic_weight_manager.py` at 49fe57cb, run on a CPU). Decides
-//! names and places of steps, and whether the server's answer means that every rank took the whole step. A step is laid before the server is
-//! paused, so the next one is fetched while the current one serves. Never removes a step that it did not lay.
+//! With `FD_USE_GDR_CHECKPOINT_TRANSFER=1`, FastDeploy reads a stream of checkpoint tensors from that library under a step's name, each
+//! rank by itself. Its models' own loaders shard them (`update_weights_by_gdr`, `rl/dynamic_weight_manager.py` at 49fe57cb, run on a CPU).
+//! Decides names and places of steps, and whether the server's response means that every rank read the whole step. A step is prepared
+//! before the server is paused, so the next one is fetched while the current one serves. It removes only steps that it wrote.
 
 use std::fs;
 use std::io;
@@ -17,10 +17,10 @@ use super::unsupported;
 use crate::EngineError;
 use weightsync_core::weights::safetensors::{Checkpoint, SINGLE_FILE};
 
-/// What names of our steps begin with; the start step that `version.yaml` names is the user's own.
+/// Prefix of our steps' names; the start step that `version.yaml` names is the user's own.
 const OURS: &str = "weightsync-";
 
-/// A step that was laid, and how many tensors its stream has.
+/// A prepared step, and the number of tensors in its stream.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Step {
     pub(crate) directory: PathBuf,
@@ -32,7 +32,7 @@ impl Step {
         self.directory.file_name().unwrap_or_default().to_string_lossy().into_owned()
     }
 
-    /// Puts a version into the folder under its own name, and removes the agent's earlier ones.
+    /// Writes a version into the folder under its own name, and removes the agent's earlier ones.
     pub(crate) fn lay(folder: &Path, from: &Path) -> Result<Self, EngineError> {
         let laid = Self::try_lay(folder, from).map_err(|cause| {
             let what = format!("the version cannot be laid into {}: {cause}", folder.display());
@@ -67,7 +67,8 @@ impl Step {
         Ok(step)
     }
 
-    /// Whether the `result` of the call is one answer of each rank, each with this step and all of its tensors. The server compares none of it.
+    /// Whether the `result` of the call has one answer of each rank, each with this step and all of its tensors. The server itself compares
+    /// none of that.
     pub(crate) fn was_taken(&self, answer: &Value, ranks: usize) -> Result<(), String> {
         let answers = answer.pointer("/result").and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default();
         if answers.len() != ranks {

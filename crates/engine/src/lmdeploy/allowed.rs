@@ -1,8 +1,8 @@
-//! Which LMDeploy server may be fed which way: a list of what was proven, and nothing else.
+//! Which LMDeploy server may be fed by which route: a list of what was proven, and nothing else.
 //!
-//! Filled by runs on H200 machines (docs/benchmarks): LMDeploy 0.18.0, tensor parallel 1, bfloat16, Qwen3 dense and fused MoE, eager and with
-//! CUDA graphs, by `/update_weights`: text equal to a fresh server's, two updates in a row. That route does not reset captured graphs while
-//! fused MoE may replace parameters (`pytorch/engine/model_agent/agent.py`), so what was not tried is not allowed. Pure.
+//! From runs on H200 machines (docs/benchmarks): LMDeploy 0.18.0, tensor parallel 1, bfloat16, Qwen3 dense and fused MoE, eager and with
+//! CUDA graphs, by `/update_weights`: text equal to a fresh server's, two updates in a row. That route does not reset captured graphs,
+//! while fused MoE may replace parameters (`pytorch/engine/model_agent/agent.py`). So what was not tried is not allowed. Pure.
 
 use serde_json::Value;
 
@@ -47,7 +47,7 @@ pub(crate) fn is_0_18(interface: &Value) -> bool {
             ]
 }
 
-/// Whether any way may be used for this model.
+/// Whether any route may be used for this model.
 pub(crate) fn any_route(config: Option<&Value>) -> Result<(), String> {
     match config {
         Some(config) if config.get("quantization_config").is_some_and(|quantised| !quantised.is_null()) => {
@@ -57,7 +57,7 @@ pub(crate) fn any_route(config: Option<&Value>) -> Result<(), String> {
     }
 }
 
-/// Whether `/update_weights` may be used, or why not. Asks nothing: the executor must be probed by the caller.
+/// Whether `/update_weights` may be used, or the obstacle. Sends no request: the caller must probe the executor.
 pub(crate) fn tensor_route(seen: &Seen<'_>) -> Result<(), String> {
     any_route(seen.config)?;
     match seen.interface {

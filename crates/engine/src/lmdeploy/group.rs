@@ -1,9 +1,9 @@
 //! LMDeploy 0.18 (PyTorch backend) in a group of its own workers: `init_weights_update_group`, flattened buckets, `finished`.
 //!
 //! Facts are from the wheel of 0.18.0 (`serve/openai/endpoints/management.py`, `pytorch/engine/model_agent/agent.py`) and were seen on the
-//! running server. Only the Ray executor knows groups; the others answer 500 to everything about them. There is no session: the last
-//! request says `finished`, without which graphs and fused layers stay stale while every reply says success. Requests wait for a lock of the
-//! engine's in the order in which they came (`pytorch/engine/engine.py`, `_run_weights_update`).
+//! running server. Only the Ray executor knows groups; the others return 500 for every request about them. There is no session. The last
+//! request contains `finished`; without it, graphs and fused layers stay stale while every reply reports success. Requests wait for the
+//! engine's lock in the order of their arrival (`pytorch/engine/engine.py`, `_run_weights_update`).
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -52,7 +52,7 @@ impl GroupServer for LmdeployGroup {
         join_by_store(&self.http, join, until).await
     }
 
-    /// It has no pause but sleep, which costs a second; it takes buckets while it is awake, and requests are ended before and after.
+    /// Its only pause is sleep, which costs a second. It receives buckets while it is awake, and requests are ended before and after.
     fn pauses(&self) -> bool {
         false
     }
@@ -66,7 +66,7 @@ impl GroupServer for LmdeployGroup {
     }
 }
 
-/// An update under way; the server knows of none.
+/// An update in progress, which the server does not know.
 #[derive(Clone)]
 struct Update {
     http: Arc<EngineHttp>,
@@ -96,13 +96,13 @@ impl GroupFeed for Update {
         false
     }
 
-    /// The last step goes with the last bucket: a request of its own takes the engine's workers several ms more.
+    /// The last step is part of the last bucket: a separate request takes the engine's workers several ms more.
     fn receive(&self, tensors: Tensors, last: bool, until: Until) -> BoxFuture<'static, Result<(), EngineError>> {
         let update = self.clone();
         Box::pin(async move { update.post(&tensors, last, until).await })
     }
 
-    /// Without tensors there is no broadcast, only the last step: of a version without bytes.
+    /// A version without bytes has no broadcast, only the last step.
     async fn close(&mut self, until: Until) -> Result<(), EngineError> {
         if self.finished.load(Ordering::Acquire) {
             return Ok(());

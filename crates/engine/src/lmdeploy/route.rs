@@ -23,14 +23,14 @@ use crate::server::Server;
 use weightsync_core::protocol::{KvCachePolicy, PausePolicy};
 use weightsync_torch::lmdeploy_nothing;
 
-/// Name of the way that wants no sleep.
+/// Name of the route that needs no sleep.
 const TENSORS: &str = "update_weights";
 /// Why a server that could be fed awake sleeps.
 const MIXES: &str = "it answers from a mixture of versions meanwhile, and spec.update.pause is not AbortAwake";
-/// Name of the way of sleeping servers.
+/// Name of the route of sleeping servers.
 const CHECKPOINT_ENGINE: &str = "checkpoint-engine";
 
-/// What one start of a server was found to have.
+/// The properties of one start of a server.
 #[derive(Debug)]
 pub(super) struct Probed {
     start: String,
@@ -38,14 +38,14 @@ pub(super) struct Probed {
     /// UUIDs of the GPUs of its ranks.
     gpus: Vec<String>,
     checkpoint_engine: bool,
-    /// Why it takes no tensors, whatever the policy.
+    /// Why it accepts no tensors, whatever the policy.
     no_tensors: Option<String>,
     /// Why it cannot end requests.
     no_abort: Option<String>,
 }
 
 impl Lmdeploy {
-    /// `/openapi.json`; none where the server does not show it.
+    /// `/openapi.json`; `None` if the server does not offer it.
     pub(super) async fn interface(&self, until: Until) -> Option<Value> {
         let answer = self.http.get("/openapi.json", until).await.ok()?.json().ok()?;
         Some(answer.value().clone())
@@ -89,7 +89,7 @@ impl Lmdeploy {
         Ok(DeviceRoute { name: CHECKPOINT_ENGINE, gpus, gated: true, why_not_faster: Some(format!("{TENSORS}: {why_not}")) })
     }
 
-    /// Asks this start for what no file says, once: an update of nothing, and the end of a request that is not there.
+    /// Tests this start once for properties that no file shows: by an empty update, and by the end of a request that does not exist.
     async fn probe_start(&self, until: Until) -> Result<Arc<Probed>, EngineError> {
         let known = self.probed.lock().clone();
         if let Some(known) = known.filter(|known| known.start != UNKNOWN)
@@ -97,7 +97,7 @@ impl Lmdeploy {
         {
             return Ok(known);
         }
-        // Asks every worker, which takes 10 ms and more.
+        // This involves every worker, which takes 10 ms and more.
         let status = self.status(until).await?;
         let gpus = gpus(&status)?;
         let checkpoint_engine = status.value().get("checkpoint_engine_version").is_some_and(|version| !version.is_null());
@@ -133,7 +133,7 @@ impl Lmdeploy {
         Ok(Box::new(CheckpointEngine::open(self.http.url(), &feed, call).await?))
     }
 
-    /// What LMDeploy itself checks before it lets checkpoint-engine in; asked first because it says so only in the middle otherwise.
+    /// The check of LMDeploy itself before checkpoint-engine; made first, because LMDeploy otherwise reports it only in the middle.
     async fn ready(&self, until: Until) -> Result<(), EngineError> {
         let status = self.status(until).await?;
         status.must("ready", &Value::Bool(true)).map(drop)

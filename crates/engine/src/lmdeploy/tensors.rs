@@ -1,8 +1,8 @@
 //! `/update_weights` of LMDeploy 0.18: flattened buckets in our own memory, read in place.
 //!
-//! One call for each element type of a bucket, because a flattened bucket has one. The memory is named in every call: otherwise a server
-//! keeps its earlier copy and would load old bytes (InternLM/lmdeploy#4397). Its answer does not mean that it has read: it records the
-//! given event after its copies. Without an event, the call requires that it copies the bucket first.
+//! One call for each element type of a bucket, because a flattened bucket has only one. The memory is named in every call: otherwise a
+//! server keeps its earlier copy and would load old bytes (InternLM/lmdeploy#4397). Its response does not mean that it has read: it records
+//! the given event after its copies. Without an event, the call makes it copy the bucket first.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -45,7 +45,7 @@ impl Tensors {
         let tensor = SharedTensor {
             handle: place.handle.0,
             storage_offset: place.offset,
-            // The same for every bucket in this place: the server opens a storage once while it holds a tensor on it.
+            // The same for every bucket at this place: the server opens a storage once while it holds a tensor on it.
             storage_bytes: room.min(self.longest),
             elements: bucket.bucket.bytes / (dtype.bits() / 8).max(1),
             dtype,

@@ -1,10 +1,10 @@
 //! SGLang 0.5.23 in a group of its own workers: `init_weights_update_group`, sessions, flattened buckets.
 //!
 //! Facts are from the wheel of 0.5.23 (`srt/entrypoints/http_server.py`, `srt/managers/scheduler_components/weight_updater.py`,
-//! `srt/managers/tokenizer_control_mixin.py`). Updates are refused outside a session, at once and without entering the broadcast; a session
-//! that a dead trainer left open refuses the next one until it is ended, and ending it finalises a half-written model. The version is never
-//! sent with a bucket: the server would record it although later buckets fail. One session is for both models, and each bucket says which of
-//! them load it; without a draft model in the version both do, as MTP layers need that are a part of the model's own checkpoint.
+//! `srt/managers/tokenizer_control_mixin.py`). Outside a session, updates are refused at once, without entering the broadcast. A session
+//! that a dead trainer left open blocks the next one until it is ended, and its end finalises a half-written model. The version is never
+//! sent with a bucket: the server would record it although later buckets fail. One session is for both models, and each bucket names those
+//! that load it. Without a draft model in the version both load it, as MTP layers need that are a part of the model's own checkpoint.
 
 use std::sync::Arc;
 
@@ -68,7 +68,7 @@ impl GroupServer for SglangGroup {
         let found_open = match self.success("/begin_weight_update", &begin, until).await {
             Ok(()) => false,
             Err(refused @ (EngineError::Status { status: 400, .. } | EngineError::NotSuccess { .. })) => {
-                // Somebody else's session: only its end lets another begin. If there was none, the first refusal says why.
+                // Another client's session: only its end lets another begin. If there was none, the first refusal has the reason.
                 self.success("/end_weight_update", &json!({}), until).await.map_err(|_| refused)?;
                 self.success("/begin_weight_update", &begin, until).await?;
                 true
@@ -86,7 +86,7 @@ struct Session {
     group: String,
     found_open: bool,
     open: bool,
-    /// Which models load what is received now.
+    /// The models that load the received tensors.
     selector: &'static str,
 }
 

@@ -1,10 +1,11 @@
-//! `/update_weights_from_tensor` of SGLang 0.5.23: flattened buckets in our own memory, between `begin_weight_update` and `end_weight_update`.
+//! `/update_weights_from_tensor` of SGLang 0.5.23: flattened buckets in our own memory, between `begin_weight_update` and
+//! `end_weight_update`.
 //!
 //! Facts are from its wheel (`srt/managers/scheduler_components/weight_updater.py`, `srt/utils/patch_torch.py`,
-//! `srt/weight_sync/tensor_bucket.py`). Its answer does not mean that it has read: nothing synchronises the device. So every tensor has one
-//! of torch's counters, which the server takes down when it has synchronised its stream and let the tensor go, and the bucket is released
-//! then. A server that does not see `/dev/shm` as this agent does never does that, and the update ends with that reason. GPUs are
-//! named by UUID: a number would be the server's own count of them.
+//! `srt/weight_sync/tensor_bucket.py`). Its response does not mean that it has read: nothing synchronises the device. So every tensor has
+//! one of torch's counters. The server decrements it when it has synchronised its stream and released the tensor, and then the bucket is
+//! released. A server that does not share `/dev/shm` with this agent never does that, and the update ends with that reason. GPUs are named
+//! by UUID: a number would be the server's own count.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -26,7 +27,7 @@ use weightsync_torch::{Device, SharedTensor, sglang_bucket};
 
 pub(super) const WAY: &str = "update_weights_from_tensor";
 
-/// No one has seen it on a GPU.
+/// It has not run on a GPU.
 pub(super) const UNPROVEN: Unproven = Unproven { engine: "SGLang", way: WAY, seen: &[], read: &["0.5.23"] };
 
 /// Time between two reads of a counter.
@@ -42,7 +43,7 @@ pub(super) struct Tensors {
 }
 
 impl Tensors {
-    /// For a server of so many ranks; nothing of it is touched yet.
+    /// For a server of so many ranks; nothing of it has changed yet.
     pub(super) fn new(http: Arc<EngineHttp>, layout: Arc<Layout>, gpus: Vec<String>, ranks: u32) -> Result<Self, EngineError> {
         let unsupported = |what: String, next: &str| EngineError::Unsupported { what, next_step: next.to_owned() };
         if gpus.len() != ranks as usize {
@@ -59,7 +60,7 @@ impl Tensors {
         self.http.post(path, Some(body), until).await?.json()?.must("success", &Value::Bool(true)).map(drop)
     }
 
-    /// Opens the session; one that a dead trainer left open is ended first (F92), which the mark on the engine accounts for.
+    /// Opens the session. One that a dead trainer left open is ended first (F92), which the mark on the engine accounts for.
     async fn begin(&mut self, until: Until) -> Result<(), EngineError> {
         let begin = json!({"selector": "all"});
         let begun = match self.success("/begin_weight_update", &begin, until).await {
@@ -73,7 +74,7 @@ impl Tensors {
         begun
     }
 
-    /// One pickle a rank, and the counter that it names.
+    /// One pickle for each rank, and the counter that it names.
     fn pickles(&mut self, bucket: &DeviceBucket) -> Result<(Vec<String>, Vec<Counter>), EngineError> {
         let all = pieces(&self.layout, bucket);
         let (mut pickles, mut counters) = (Vec::new(), Vec::new());
@@ -100,7 +101,7 @@ impl Tensors {
         Ok((pickles, counters))
     }
 
-    /// Returns when every rank has let its tensor go.
+    /// Returns when every rank has released its tensor.
     async fn read(&self, counters: &[Counter], sequence: u32, until: Until) -> Result<(), EngineError> {
         for counter in counters {
             while !self.counters.is_read(counter).map_err(|error| counting(&error))? {
@@ -150,7 +151,7 @@ impl Feed for Tensors {
         self.success("/end_weight_update", &json!({}), until).await
     }
 
-    /// A session that stays open would refuse the next one.
+    /// An open session would block the next one.
     async fn fail(&mut self, _: &str, until: Until) {
         if self.begun
             && let Err(error) = self.success("/end_weight_update", &json!({}), until).await

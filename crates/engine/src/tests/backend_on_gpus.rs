@@ -17,7 +17,7 @@ async fn bench(on_gpus: bool) -> GpuBench {
     .await
 }
 
-/// Hands the first bucket over as `spoil` leaves it.
+/// Passes the first bucket, after `spoil` changed it.
 async fn one_bucket(on: &GpuBench, spoil: impl Fn(&mut crate::DeviceBucket)) -> InstallError {
     let (version, job) = (on.version(2), on.job(2));
     let mut install = on.engine.begin_device(&job).await.unwrap();

@@ -1,4 +1,4 @@
-//! Canaries: what each engine answers with good weights and with a tensor of NaN, and what becomes of an engine whose answer is refused.
+//! Canaries: each engine's response with good weights and with a tensor of NaN, and the state of an engine whose response is refused.
 
 use serde_json::json;
 
@@ -9,7 +9,7 @@ use weightsync_testkit::simulator::{Fault, FaultRule, Faults};
 
 const KINDS: [&str; 2] = ["vllm", "sglang"];
 
-/// What every simulated model is: its log-probs lie between -4 and 0.
+/// The range of every simulated model: its log-probs are between -4 and 0.
 fn canary() -> CanaryPolicy {
     CanaryPolicy { prompt: "the same prompt".into(), max_tokens: 4, least_log_prob_milli: -4000, greatest_log_prob_milli: 0 }
 }
@@ -24,7 +24,7 @@ fn job(bench: &Bench, version: u64) -> InstallJob {
     asking(bench, version, canary())
 }
 
-/// Makes one tensor of a version's checkpoint nothing but NaN.
+/// Fills one tensor of a version's checkpoint with NaN.
 fn poison(bench: &Bench, version: u64) {
     let file = bench.directory(version).join("model.safetensors");
     let mut bytes = std::fs::read(&file).unwrap();
@@ -38,7 +38,7 @@ fn poison(bench: &Bench, version: u64) {
     std::fs::write(file, bytes).unwrap();
 }
 
-/// Only this answer to whatever asks for tokens.
+/// Gives this response to every request for tokens.
 fn answering(kind: &str, status: u16, body: serde_json::Value) -> Faults {
     let path = if kind == "sglang" { "/generate" } else { "/v1/completions" };
     let rule = FaultRule { path: path.into(), after: 0, times: None, fault: Fault::Answer { status, body } };
@@ -73,7 +73,7 @@ async fn version_with_nan_is_refused_and_previous_serves_again() {
         let says = if kind == "vllm" { "not JSON compliant" } else { "token 1 of 4 is no number" };
         assert!(measured.contains(says), "{kind}: {measured}");
         assert!(bench.is_paused().await, "{kind}: nothing more is computed with it");
-        // Anyone who comes to this engine later finds that it must not serve.
+        // A later agent of this engine finds that it must not serve.
         let successor = adapter(kind, &bench.simulator.url(), None, None);
         assert_eq!(successor.holding(SOON).await.unwrap(), Holding::HalfAnUpdate(held(3)), "{kind}");
         assert_eq!(successor.settle(&Settling::LEFT_PAUSED, SOON).await.unwrap().holding, Holding::HalfAnUpdate(held(3)), "{kind}");

@@ -1,4 +1,4 @@
-//! Installs from GPU memory, over every way and into every engine that takes it.
+//! Installs from GPU memory, over every route and into every engine that supports it.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use crate::{EngineError, Holding, Left, Settling};
 use weightsync_core::protocol::{KvCachePolicy, PausePolicy};
 use weightsync_testkit::simulator::{Fault, FaultRule, Faults, LoadFault};
 
-/// Engine, words of its process, ranks, and the way that is chosen.
+/// Engine, its command line, ranks, and the chosen route.
 type Way = (&'static str, Option<&'static [&'static str]>, usize, &'static str);
 
 const WAYS: [Way; 5] = [
@@ -53,7 +53,7 @@ async fn three_versions_in_a_row_are_what_fresh_servers_serve() {
             let before = on.bench.complete("the same prompt", 8).await;
             let report = on.install(version).await.unwrap();
             let steps: Vec<_> = report.steps_ms.iter().map(|(step, _)| step.as_str()).collect();
-            // One that was never stopped, and generated after an install of ours, is asked after the next ones.
+            // An engine that was never paused, and generated after an install, gets its token request after later installs.
             let owes = way.3 == "update_weights" && !first;
             first = false;
             assert_eq!(report.owes_answer, owes, "{way:?}, version {version}");
@@ -81,7 +81,7 @@ async fn nothing_is_changed_before_the_first_bucket() {
     }
 }
 
-/// The task of an install ends by itself; anyone who asks it afterwards is answered all the same.
+/// The task of an install ends by itself; a later request still gets a response.
 #[tokio::test]
 async fn install_asked_after_its_end_is_answered() {
     for way in WAYS {
@@ -89,7 +89,7 @@ async fn install_asked_after_its_end_is_answered() {
         let job = on.job(2);
         let mut install = on.engine.begin_device(&job).await.unwrap();
         job.terms.cancel.cancel();
-        // Takes the turn to change the engine, which the ended task gave back.
+        // This waits for the lock on changes, which the ended task released.
         on.engine.settle(&Settling::LEFT_PAUSED, SOON).await.unwrap();
         let asked = tokio::time::timeout(SOON, install.open()).await.expect("an answer");
         let error = asked.unwrap_err();
@@ -153,7 +153,7 @@ async fn engine_that_refuses_first_is_unchanged() {
             continue;
         }
         let refusal = Fault::Answer { status: 400, body: json!({"success": false, "message": "not installed"}) };
-        // Calls of the same path come before it: the status of LMDeploy.
+        // Earlier calls have the same path: LMDeploy's status.
         let after = if way.0 == "lmdeploy" { count_status_calls(&on).await } else { 0 };
         on.bench.set_faults(rule(call(way), after, refusal)).await;
         let error = on.install(2).await.unwrap_err();
@@ -166,7 +166,7 @@ async fn engine_that_refuses_first_is_unchanged() {
     }
 }
 
-/// Calls of LMDeploy's status, which has the same path as the update itself, before the update.
+/// Number of LMDeploy's status calls before the update, which has the same path.
 async fn count_status_calls(on: &GpuBench) -> u32 {
     let spare = GpuBench::start("lmdeploy", on.gpus.places(0).len(), None, |_| {}).await;
     spare.install(2).await.unwrap();
@@ -250,7 +250,7 @@ async fn answer_owed_for_a_replaced_version_blocks_no_request() {
     on.engine.see_owed_answer(&held(3), SOON).await.unwrap();
     assert!(!on.asleep().await);
     assert_eq!(on.engine.holding(SOON).await.unwrap(), Holding::Version(held(2)));
-    // It still owes the answer for the version that it holds.
+    // The token for its present version is still pending.
     assert!(on.engine.see_owed_answer(&held(2), SOON).await.unwrap_err().is_dirty());
 }
 
@@ -263,7 +263,7 @@ async fn requests_in_flight_are_ended_and_what_began_meanwhile_too() {
         let (version, job) = (on.version(2), on.job(2));
         let install = version.feed_some(on.engine.as_ref(), &job, 1).await;
         until("the end of the request", || async { on.bench.get("/simulator/digest").await["requests"] == json!(0) }).await;
-        // No pause keeps this one out: it is computed with a mixture, and must not be answered with it.
+        // This request ignores the pause: it is computed with a mixture, and must get no answer.
         let mixed = async { on.bench.complete("another prompt", 3000).await };
         let rest = async {
             until("the request", || async { on.bench.get("/simulator/digest").await["requests"] == json!(1) }).await;

@@ -1,4 +1,4 @@
-//! Draft models: which server takes one by which way, and what a session for each of the two models looks like.
+//! Draft models: which server can load one by which route, and the session for each of the two models.
 
 use serde_json::{Value, json};
 
@@ -25,7 +25,7 @@ async fn served(bench: &Bench) -> (String, Value) {
     (bench.digest().await, bench.get("/simulator/digest").await["draft"].clone())
 }
 
-/// What such a server serves: the models of these versions.
+/// What a server serves with the models of these versions.
 async fn expected(bench: &Bench, model: u64, draft: u64) -> (String, Value) {
     (bench.fresh_digest(model).await, bench.fresh(draft).await["tensors"].clone())
 }
@@ -37,7 +37,7 @@ async fn each_model_has_its_own_session_from_any_memory() {
     assert_eq!(served(&bench).await, expected(&bench, 2, 3).await);
     assert_eq!(bench.engine.holding(SOON).await.unwrap(), Holding::Version(held(2)));
 
-    // One place for all: each tensor is copied before the next is informed of.
+    // One place for all tensors: each is copied before the next one is described.
     let version = both(&bench, 3, 2);
     let mut install = bench.engine.begin_host(&version.job()).await.unwrap();
     for index in 0..version.layout.entries.len() {

@@ -1,4 +1,4 @@
-//! Engines that another data plane feeds: what a mark and a proof say of them.
+//! Engines that another data plane feeds: their marks and proofs.
 
 use serde_json::json;
 
@@ -15,7 +15,7 @@ async fn proven(bench: &Bench, mark: &ExternalMark, engine_version: Option<&str>
     bench.engine.external().unwrap().prove(&proof).await
 }
 
-/// What a data plane does to a vLLM.
+/// Feeds a vLLM as a data plane does.
 async fn fed(bench: &Bench, version: u64) {
     let url = format!("{}/collective_rpc", bench.simulator.url());
     let body = json!({"method": "reload_weights", "kwargs": {"weights_path": bench.directory(version)}});

@@ -1,4 +1,4 @@
-//! Installs that fail: within the deadline, with the truth about what the engine holds.
+//! Failing installs: they end within the deadline, and report the true state of the engine.
 
 use std::time::Duration;
 
@@ -81,7 +81,7 @@ async fn a_pause_that_is_refused_leaves_the_engine_as_it_was() {
 #[tokio::test]
 async fn a_pause_that_hangs_ends_with_the_deadline_and_is_undone() {
     for calls in [VLLM, SGLANG] {
-        // Carried out or not: in both cases no one answered.
+        // Whether the request had an effect or not: in both cases there is no response.
         for fault in [Fault::Hang, Fault::LoseReply] {
             let bench = Bench::start(calls.kind).await;
             let error = install_with(&bench, rule(calls.pause, fault), Duration::from_secs(1)).await;
@@ -272,7 +272,7 @@ async fn engine_that_dies_in_the_load_is_clean_once_back() {
 async fn restart_between_load_and_check_is_not_installed() {
     for calls in [VLLM, SGLANG] {
         let mut bench = Bench::start(calls.kind).await;
-        // The cache reset waits, so that there is a time in which the load is over and the version not yet written.
+        // The cache reset waits, so that the load has ended while the version is not yet written.
         let cache = if calls.kind == "vllm" { "/reset_prefix_cache" } else { "/flush_cache" };
         bench.set_faults(rule(cache, Fault::Slow { ms: 500 })).await;
         let (job, engine) = (bench.job(2), std::sync::Arc::clone(&bench.engine));
@@ -334,7 +334,7 @@ async fn an_install_goes_on_when_its_caller_goes_away() {
         _ = bench.engine.install(&job) => panic!("the load takes longer"),
         () = until("the load", || async { bench.calls().await.iter().any(|call| call.ends_with("/collective_rpc")) }) => {}
     }
-    // The next to change the engine waits for it.
+    // The next change of the engine waits for it.
     bench.engine.settle(&Settling::LEFT_PAUSED, SOON).await.unwrap();
     assert_eq!(bench.engine.holding(SOON).await.unwrap(), Holding::Version(job.terms.version));
     assert!(!bench.is_paused().await);
@@ -355,7 +355,7 @@ async fn a_probe_that_is_the_first_work_of_an_engine_kills_no_worker() {
     let bench = Bench::start_with("vllm", Faults { cold_amx: true, ..Faults::default() }, |_| ()).await;
     bench.engine.install(&bench.job(2)).await.unwrap();
     assert_eq!(bench.digest().await, bench.fresh_digest(2).await);
-    // Anyone who comes after it may ask short things.
+    // Later clients may send short prompts.
     bench.complete("x", 1).await;
 
     // A user's canary may be short, too.

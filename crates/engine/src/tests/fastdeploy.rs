@@ -1,4 +1,4 @@
-//! FastDeploy alone: its snapshot, its message from GPU memory, its refusals, and what survives its traps.
+//! FastDeploy alone: its snapshot, its message from GPU memory, its refusals, and its traps.
 
 use std::time::Duration;
 
@@ -198,7 +198,7 @@ async fn restarted_server_reads_a_whole_snapshot() {
     assert_eq!(on.digest().await, on.fresh_digest(3).await);
 }
 
-/// A server that takes steps from a folder by `update_weights`, and that folder.
+/// A server that reads steps from a folder by `update_weights`, and that folder.
 async fn steps_bench(ranks: usize, more: impl FnOnce(&mut SimulatorOptions)) -> (GpuBench, TempDir) {
     let folder = TempDir::new().unwrap();
     let config = json!({"directory": folder.path()}).to_string();
@@ -228,7 +228,7 @@ async fn update_weights_brings_versions_to_every_rank() {
     }
     let memory = memory(&on.bench).await;
     assert_eq!((&memory["handles"], &memory["rebuilt"]), (&json!(1), &json!(0)), "it was never put to sleep");
-    // One step of ours at a time, and the user's own.
+    // One of our steps at a time, and the user's own.
     let mut names: Vec<String> = folder.path().read_dir().unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
     names.sort();
     assert!(names.len() == 2 && names[0] == "0" && names[1].starts_with("weightsync-"), "{names:?}");
@@ -241,7 +241,7 @@ async fn the_next_step_is_laid_while_the_last_one_serves() {
     let before = on.bench.calls().await;
     let at = |call: &str| before.iter().position(|each| each == call);
     assert!(at("POST /v1/pause") < at("POST /v1/update_weights"), "{before:?}");
-    // A step that cannot be laid is found before the server is asked to stop.
+    // A step that cannot be prepared is detected before the server is paused.
     std::fs::remove_dir_all(folder.path()).unwrap();
     let error = on.engine.install(&job(&on.bench, 3)).await.unwrap_err();
     assert!(!error.is_dirty() && error.to_string().contains("cannot be laid into"), "{error}");
@@ -284,12 +284,12 @@ fn an_answer_of_a_rank_less_or_a_tensor_less_is_no_success() {
     }
 }
 
-/// A server that was started for the asynchronous message, and the address.
+/// A server that was started for the asynchronous message, and its address.
 async fn message_bench(more: impl FnOnce(&mut SimulatorOptions)) -> GpuBench {
     message_bench_of(1, "", more).await
 }
 
-/// One with several ranks; `end` is what its address ends with.
+/// A server with several ranks; its address ends with `end`.
 async fn message_bench_of(ranks: usize, end: &str, more: impl FnOnce(&mut SimulatorOptions)) -> GpuBench {
     let folder = std::env::temp_dir().join(format!("fd-{}{end}", uuid::Uuid::new_v4().simple()));
     let address = format!("ipc://{}", folder.display());
@@ -362,7 +362,7 @@ async fn a_message_that_lacks_a_parameter_is_refused_untouched() {
     let before = on.bench.digest().await;
     let error = on.install(2).await.unwrap_err();
     assert!(!error.is_dirty() && error.to_string().contains("lacks norm.weight"), "{error}");
-    // With nothing to compare with there is no message either: the server's own look is commented out upstream.
+    // Without anything to compare, the message is not used either: upstream commented out the server's own check.
     std::fs::remove_file(on.bench.directory(1).join("model.safetensors")).unwrap();
     for version in [2, 3] {
         let error = on.install(version).await.unwrap_err();

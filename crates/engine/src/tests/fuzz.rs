@@ -1,5 +1,5 @@
-//! Answers of an engine, spoiled at random: every call ends in its time with an answer or an error, and an install that is reported is
-//! served. `make fuzz` runs this for long.
+//! Replies of an engine, spoiled at random: every call ends in time with an answer or an error, and an install that is reported is served.
+//! `make fuzz` runs this for a long time.
 
 use std::time::Duration;
 
@@ -34,7 +34,7 @@ const PATHS: [&str; 18] = [
     "/v1/completions",
 ];
 
-/// Each case starts a server: fewer than usual, unless `make fuzz` asks for more.
+/// Each case starts a server, so there are fewer than usual, unless `make fuzz` requests more.
 fn config() -> ProptestConfig {
     let asked = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse::<u32>().ok());
     ProptestConfig { cases: asked.map_or(24, |cases| cases / 20), max_shrink_iters: 40, ..ProptestConfig::default() }

@@ -1,4 +1,4 @@
-//! GPU memory as simulated engines see it, and a feeder that lays a checkpoint into a ring there and hands it over.
+//! GPU memory as simulated engines see it, and a feeder that writes a checkpoint into a ring there and passes it on.
 #![allow(clippy::cast_possible_truncation)]
 
 use std::fs::{File, OpenOptions};
@@ -100,7 +100,7 @@ impl<'a> Version<'a> {
         DeviceBucket { bucket, places: self.gpus.places(slot), sums }
     }
 
-    /// Hands everything over; each slot is spoiled as soon as it was released.
+    /// Passes everything; each slot is overwritten as soon as it is released.
     pub(super) async fn feed(&self, engine: &dyn Engine, job: &DeviceJob) -> Result<InstallReport, InstallError> {
         let mut install = engine.begin_device(job).await?;
         for bucket in self.layout.buckets() {
@@ -120,7 +120,7 @@ impl<'a> Version<'a> {
     }
 }
 
-/// A simulator on GPUs, and an adapter that sees its process with these words (none: it does not see it).
+/// A simulator on GPUs, and an adapter that sees its process with this command line (`None`: it does not see it).
 pub(super) struct GpuBench {
     pub(super) bench: Bench,
     pub(super) gpus: Gpus,
@@ -177,7 +177,7 @@ impl GpuBench {
         DeviceJob {
             terms: InstallTerms {
                 version: InstallTerms::mark(version, None),
-                // Where the server can be fed awake, that way is tried.
+                // If the server can be fed awake, that route is used.
                 pause: if self.engine.kind() == "lmdeploy" { PausePolicy::AbortAwake } else { PausePolicy::Abort },
                 kv_cache: KvCachePolicy::Reset,
                 canary: None,

@@ -1,5 +1,5 @@
-//! Engines as members of groups, against servers that keep the session rules of each kind and note every call. Whole groups with ranks that
-//! receive are in `tests/host/gpu/engines.rs`.
+//! Engines as members of groups, against servers that follow the session rules of each kind and record every call. Whole groups with
+//! receiving ranks are in `tests/host/gpu/engines.rs`.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -21,14 +21,14 @@ use weightsync_core::protocol::worker::Opaque;
 use weightsync_core::protocol::{GroupPlace, KvCachePolicy, PausePolicy, Rendezvous};
 use weightsync_core::weights::{Dtype, Layout, TensorSpec};
 
-/// What a server remembers.
+/// State of a server.
 #[derive(Default)]
 struct Inside {
     calls: Vec<(String, Value)>,
     version: String,
     paused: bool,
     open: bool,
-    /// Replies instead of its own: path, how many calls pass before, status, body.
+    /// Replies that replace its own: path, number of calls that pass before, status, body.
     instead: HashMap<String, (u32, u16, Value)>,
 }
 
@@ -346,10 +346,10 @@ async fn restarted_agent_leaves_its_predecessors_group() {
     third.group().unwrap().leave(SOON).await.unwrap();
     let left: Vec<_> = server.bodies("/destroy_weights_update_group").iter().map(|body| body["group_name"].clone()).collect();
     assert_eq!(left, ["weightsync-uid-1-1-1-0", "weightsync-uid-1-1-2-0"]);
-    // What was left is not left again, by whomever.
+    // A group that was left is not left again, by any agent.
     life().group().unwrap().leave(SOON).await.unwrap();
     assert_eq!(server.bodies("/destroy_weights_update_group").len(), 2);
-    // Bytes that are no name are none.
+    // Invalid bytes are no name.
     std::fs::write(record.with_extension("group"), "a\nb").unwrap();
     life().group().unwrap().leave(SOON).await.unwrap();
     assert_eq!(server.bodies("/destroy_weights_update_group").len(), 2);
@@ -382,7 +382,7 @@ async fn obstacle_to_joining_is_named_with_the_option() {
 async fn stuck_engine_answers_health_and_computes_nothing() {
     let (_, engine) = engine("sglang").await;
     assert!(!engine.is_stuck(Duration::from_millis(500)).await);
-    // A front that answers, before an engine that never does.
+    // A front that responds, before an engine that never does.
     let hanging = |path: axum::http::Uri| async move {
         if path.path() == "/ping" {
             return StatusCode::OK;

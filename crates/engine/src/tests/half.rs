@@ -1,4 +1,4 @@
-//! Engines that hold half an update: who finds them, and the ways out.
+//! Engines with half an update: how they are detected, and the ways out.
 
 use super::support::{Bench, SOON, adapter, held};
 use crate::{Holding, Settling};

@@ -16,7 +16,7 @@ use weightsync_core::weights::Layout;
 use weightsync_core::weights::safetensors::Checkpoint;
 use weightsync_testkit::simulator::{Fault, FaultRule, Faults, LoadFault, SimulatorOptions, WeightTransfer};
 
-/// A version and the memory that it is fed from.
+/// A version and the memory from which it is fed.
 pub(super) struct Version {
     checkpoint: Checkpoint,
     pub(super) layout: Arc<Layout>,
@@ -117,7 +117,7 @@ async fn slot_reused_before_its_layer_loads_gives_wrong_weights() {
     let version = Version::of(&bench, 2);
     let mut install = bench.engine.begin_host(&version.job()).await.unwrap();
     for index in 0..version.layout.entries.len() {
-        // What an agent must not do: the place is free when the tensor was taken, and the tensor is not copied.
+        // Incorrect use: the place is reused after the tensor was taken, and the tensor is not copied.
         let bucket = version.bucket(index, install.digest(), Some(0));
         install.bucket(bucket).await.unwrap();
         install.taken(u32::try_from(index).unwrap()).await.unwrap();
@@ -145,7 +145,7 @@ async fn server_without_the_back_end_keeps_its_other_ways() {
     }
     let facts = bench.engine.probe(SOON).await.unwrap();
     assert_eq!(facts.delivery, "reload_weights from a directory");
-    // A refused call of all workers would spoil the replies to later ones.
+    // A call that all workers refuse would spoil the replies to later ones.
     assert!(!bench.calls().await.iter().any(|call| call.ends_with("/init_weight_transfer_engine")));
     let refused = Version::of(&bench, 2).install(&bench).await.unwrap_err();
     assert_eq!((refused.step, refused.is_dirty()), ("start", false));

@@ -1,4 +1,4 @@
-//! Installs that go well, under every policy, and what an adapter says about its server.
+//! Successful installs, under every policy, and an adapter's report about its server.
 
 use std::time::Duration;
 
@@ -193,7 +193,8 @@ async fn a_restart_is_another_start_however_fast_it_was() {
 async fn ended_process_is_noticed_and_successor_is_not_it() {
     for kind in KINDS {
         let mut bench = Bench::start(kind).await;
-        // An agent that took this for a loss asked an engine that had not started yet all the time, and took its processor.
+        // An agent that took this for a loss would send requests without a break to an engine that has not started yet, and use its
+        // processor.
         let lost = tokio::time::timeout(Duration::from_millis(20), bench.engine.until_lost()).await;
         assert!(lost.is_err(), "{kind}: anyone who was never seen cannot be lost");
         let first = bench.engine.health(SOON).await.unwrap().start;

@@ -1,4 +1,4 @@
-//! LMDeploy alone: which way is allowed for which server, and what is known of one that keeps no version.
+//! LMDeploy alone: the allowed routes of a server, and the known state of one that keeps no version.
 
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -69,7 +69,7 @@ async fn what_the_server_lacks_is_probed_and_the_slower_way_says_why() {
         let no_ray = GpuBench::start("lmdeploy", 1, words, |options| options.ray = false).await;
         let no_abort = GpuBench::start("lmdeploy", 1, words, |options| options.abort_handling = false).await;
         let ask = |on: GpuBench| async move {
-            // The whole of it: its server ends with it.
+            // Dropping all of it ends its server too.
             let on = on;
             on.engine.device_route(pause, KvCachePolicy::Reset, SOON).await
         };
@@ -124,7 +124,7 @@ fn a_record_speaks_of_its_own_start_only() {
     record.write("1", &version).unwrap();
     assert_eq!((record.read("1"), record.read("2")), (version.clone(), Holding::Startup));
     assert_eq!(Record::new(file.clone()).read("1"), version);
-    // A start that cannot be informed: half an update counts, a whole version only as long as this life lasts.
+    // A start that cannot be identified: half an update counts, a complete version only for this incarnation.
     record.write(UNKNOWN, &version).unwrap();
     assert_eq!((record.read(UNKNOWN), Record::new(file.clone()).read(UNKNOWN)), (version, Holding::Startup));
     record.write(UNKNOWN, &half).unwrap();

@@ -1,4 +1,4 @@
-//! Engines that serve while they load: what a client that asks all the time is answered, and when.
+//! Engines that serve while they load: the answers to a client that sends requests all the time.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -20,7 +20,7 @@ struct Answer {
     choice: Value,
 }
 
-/// Asks one request after the other.
+/// Sends one request after the other.
 struct Client {
     asks: JoinHandle<Vec<Answer>>,
     ended: Arc<AtomicBool>,
@@ -49,7 +49,7 @@ impl Client {
         Self { asks, ended, count }
     }
 
-    /// Waits until a request began and ended from now on.
+    /// Waits until a new request began and ended.
     async fn asked(&mut self) {
         let after = *self.count.borrow() + 2;
         self.count.wait_for(|count| *count >= after).await.unwrap();
@@ -61,7 +61,7 @@ impl Client {
     }
 }
 
-/// Feeds version 2 while a client asks: its answers that are of no version, and the windows of the engine.
+/// Feeds version 2 while a client sends requests. Returns its answers of no version, and the windows of the engine.
 async fn feed_and_ask(on: &GpuBench, pause: PausePolicy) -> (Vec<Answer>, Vec<MixedWindow>) {
     let old = on.bench.complete(PROMPT, 4).await;
     let mut client = Client::start(on);
@@ -104,7 +104,7 @@ async fn answer_of_no_version_lies_in_the_engines_window() {
 
 #[tokio::test]
 async fn engine_that_is_gated_answers_no_mixture_and_has_no_window() {
-    // One that could be fed awake sleeps, too, unless its users want it awake.
+    // An engine that could be fed awake also sleeps, unless its users require it awake.
     for (process, pause) in [(None, PausePolicy::AbortAwake), (Some(&[][..]), PausePolicy::Abort)] {
         let on = GpuBench::start("lmdeploy", 1, process, |_| {}).await;
         let (mixed, windows) = feed_and_ask(&on, pause).await;
@@ -121,7 +121,7 @@ async fn load_that_breaks_leaves_a_window_until_the_engine_is_held() {
     assert!(on.asleep().await);
     let broken = on.engine.mixed_windows();
     assert!(matches!(broken.as_slice(), [MixedWindow { version: 2, end_ms: Some(_), .. }]), "{broken:?}");
-    // Held until it is whole, it serves no second mixture.
+    // Paused until it is complete, it serves no second mixture.
     on.install(3).await.unwrap();
     assert_eq!(on.engine.mixed_windows(), broken);
 }

@@ -1,4 +1,4 @@
-//! The pieces of this room by themselves: labels, keys, the registry, comparisons, faults.
+//! The parts of this crate alone: labels, keys, the registry, comparisons, faults.
 
 use proptest::prelude::*;
 
@@ -141,7 +141,7 @@ fn signs_of_a_new_start_count_once_and_our_own_writes_are_none() {
     let first = watch.answered(watch.look(), "1.5", &Holding::Startup);
     assert_eq!(watch.answered(watch.look(), "1.5", &Holding::Startup), first);
 
-    // Looks that overlap a write, on either side of it.
+    // Checks that overlap a write, at its start or its end.
     let before = watch.look();
     watch.writing();
     let during = watch.look();
@@ -175,7 +175,7 @@ async fn equal_starts_differ_by_their_connection() {
     assert_eq!(looked(), first, "another connection to the same process");
     assert!(watch.is_still(&first) && watch.stood_since(begun));
 
-    // Its connections were never accepted; they end with it all the same.
+    // The server never accepted its connections; they end with it all the same.
     drop(listener);
     assert!(!watch.is_still(&first) && !watch.stood_since(begun));
     let old = watch.look();

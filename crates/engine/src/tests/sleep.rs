@@ -1,5 +1,5 @@
-//! Engines that somebody else puts to sleep: what they held counts no more, nothing is loaded into them, and they are whole again when they
-//! wake and are fed.
+//! Engines that another client puts to sleep: their version no longer counts, nothing is loaded into them, and they are complete again
+//! after they wake and are fed.
 
 use super::support::{Bench, SOON, client};
 use crate::{EngineError, Holding};
@@ -58,7 +58,7 @@ async fn lmdeploy_weights_asleep_differ_from_cache_asleep() {
     call(&bench, "/sleep?level=1").await;
     let asleep = bench.engine.health(SOON).await.unwrap().start;
     assert!(asleep != before && bench.engine.asleep().is_some());
-    // That is how we pause it.
+    // WeightSync pauses it like that.
     call(&bench, "/wakeup?tags=weights").await;
     assert_eq!(bench.engine.health(SOON).await.unwrap().start, asleep);
     assert!(bench.engine.asleep().is_none());

@@ -1,4 +1,4 @@
-//! Checkpoints, simulators and jobs for the tests of this room.
+//! Checkpoints, simulators and jobs for the tests of this crate.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -47,7 +47,7 @@ impl Bench {
         Self { folder, simulator, engine, kind }
     }
 
-    /// The same simulator made again on the same port, as after a crash.
+    /// The same simulator, recreated on the same port, as after a crash.
     pub(crate) async fn restart(&mut self) {
         let address = self.simulator.address();
         let options = SimulatorOptions::new(self.kind, self.directory(1));
@@ -90,16 +90,16 @@ impl Bench {
         self.get("/simulator/digest").await["digest"].as_str().unwrap().to_owned()
     }
 
-    /// Digest of what a fresh simulator serves that was started with the checkpoint of that version.
+    /// Digest of a fresh simulator that was started with the checkpoint of that version.
     pub(crate) async fn fresh_digest(&self, version: u64) -> String {
         self.fresh(version).await["digest"].as_str().unwrap().to_owned()
     }
 
-    /// All that it tells of what it serves.
+    /// Its whole report about what it serves.
     pub(crate) async fn fresh(&self, version: u64) -> Value {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let mut options = SimulatorOptions::new(self.kind, self.directory(version));
-        // The one that starts with a checkpoint.
+        // The strategy that starts with a checkpoint.
         "ipc".clone_into(&mut options.fastdeploy.load_strategy);
         let fresh = Simulator::start(options, listener).await.unwrap();
         get(&format!("{}/simulator/digest", fresh.url())).await

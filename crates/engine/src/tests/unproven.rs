@@ -1,4 +1,4 @@
-//! Ways from GPU memory that keep to what an engine's source says: refused as a rule where no one has seen them on a GPU, and what they do.
+//! Routes from GPU memory that follow an engine's source: refused by default if they never ran on a GPU, and their effects.
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
@@ -13,7 +13,7 @@ use weightsync_core::weights::Dtype;
 use weightsync_testkit::simulator::{Fault, FaultRule, Faults, WeightTransfer};
 use weightsync_torch::{Device, Piece, SharedTensor, sglang_bucket};
 
-/// Engine, ranks, the way, its call for a bucket, and the call that opens its session.
+/// Engine, ranks, the route, its call for a bucket, and the call that opens its session.
 type Way = (&'static str, usize, &'static str, &'static str, &'static str);
 
 const WAYS: [Way; 2] = [
@@ -21,7 +21,7 @@ const WAYS: [Way; 2] = [
     ("vllm", 1, "ipc", "/update_weights", "/start_weight_update"),
 ];
 
-/// A simulator whose adapter may use the way, or may not.
+/// A simulator whose adapter may or may not use the route.
 async fn bench((kind, ranks, ..): Way, wanted: bool) -> GpuBench {
     let mut on = GpuBench::start(kind, ranks, None, |options| {
         options.weight_transfer = Some(WeightTransfer::of("ipc"));
@@ -59,7 +59,7 @@ async fn without_being_wanted_no_such_way_is_chosen() {
     let sglang = bench(WAYS[0], false).await;
     let route = sglang.engine.device_route(PausePolicy::Abort, KvCachePolicy::Reset, SOON).await.unwrap();
     assert_eq!(route.name, "checkpoint-engine");
-    // vLLM 0.32.0 was seen so.
+    // vLLM 0.32.0 ran on a GPU.
     let vllm = bench(WAYS[1], false).await;
     assert_eq!(vllm.engine.device_route(PausePolicy::Abort, KvCachePolicy::Reset, SOON).await.unwrap().name, "ipc");
     let two = bench(("vllm", 2, "", "", ""), true).await;
@@ -121,7 +121,7 @@ async fn sglang_reads_a_tensor_after_its_success() {
     let on = bench(("sglang", 1, "", "", ""), true).await;
     assert_eq!(call(&on, "/pause_generation", json!({"mode": "abort"})).await, 200);
     assert_eq!(call(&on, "/begin_weight_update", json!({})).await, 200);
-    // The device is so far behind.
+    // The device executes its work so much later.
     on.bench.set_faults(Faults { behind_ms: 500, ..Faults::default() }).await;
     let version = on.version(2);
     for bucket in version.layout.buckets() {
@@ -151,7 +151,7 @@ async fn sglang_reads_a_tensor_after_its_success() {
         let body = json!({"serialized_named_tensors": [pickle], "load_format": "flattened_bucket", "flush_cache": false});
         assert_eq!(call(&on, "/update_weights_from_tensor", body).await, 200);
     }
-    // The ring went round while the device still read.
+    // The ring was reused while the device still read.
     assert_eq!(call(&on, "/end_weight_update", json!({})).await, 200);
     assert_ne!(on.bench.digest().await, on.bench.fresh_digest(2).await);
 }

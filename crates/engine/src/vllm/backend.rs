@@ -1,7 +1,7 @@
-//! vLLM with our own back end (`python/weightsync/vllm.py`) whose workers read what the agent shares of the host's memory.
+//! vLLM with our own back end (`python/weightsync/vllm.py`), whose workers read the agent's shared host memory.
 //!
-//! Decides when a session begins and which buckets belong to it: those for the draft model come after all of the model's, in a session of
-//! their own. The calls themselves, and what a failure of them means, are [`super::session`]'s.
+//! Decides when a session begins and which buckets belong to it: those for the draft model come after all of the model's, in a separate
+//! session. The calls, and the meaning of their failures, are in [`super::session`].
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -26,7 +26,7 @@ pub(super) struct Backend {
 }
 
 impl Backend {
-    /// Has every worker connect and gives it the memory.
+    /// Makes every worker connect and gives it the memory.
     pub(super) async fn open(http: Arc<EngineHttp>, job: &HostJob, ranks: u32, until: Until) -> Result<Self, EngineError> {
         let (listening, token) = init(&http, ranks, until).await?;
         let rules = Rules { token: token.clone(), draft: job.layout.has_draft(), silence: job.silence };
@@ -39,7 +39,7 @@ impl Backend {
         self.session.finish(of_model.unwrap_or(self.reported), until).await
     }
 
-    /// Ends the model's session and begins that of its draft model, if there is one and this was not done yet.
+    /// Ends the model's session and begins the one of its draft model, if there is one and this did not happen yet.
     async fn turn_to_draft(&mut self, until: Until) -> Result<(), EngineError> {
         if self.session.number() != 1 || self.draft_from.is_none() {
             return Ok(());

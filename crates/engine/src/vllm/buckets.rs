@@ -1,9 +1,10 @@
-//! vLLM's weight transfer with the `ipc` backend, packed: buckets in our own memory, named by handle, copied by the server before it answers.
+//! vLLM's weight transfer with the `ipc` backend, packed: buckets in our own memory, named by handle, copied by the server before it
+//! responds.
 //!
-//! Facts are from the wheel of 0.32.0 (`distributed/weight_transfer/ipc_engine.py`, `packed_tensor.py`, `base.py`): a packed buffer is cloned
-//! and the device synchronised within the call, so that its answer means "read"; unpacked tensors are kept unread until the end, which a
-//! ring of slots does not survive, so they are never used. Packed tensors lie back to back: where a bucket has a gap, it goes in two calls.
-//! Its own unrestricted `pickle.loads` of our message is what `VLLM_ALLOW_INSECURE_SERIALIZATION=1` allows; nothing is unpickled here.
+//! Facts are from the wheel of 0.32.0 (`distributed/weight_transfer/ipc_engine.py`, `packed_tensor.py`, `base.py`). A packed buffer is
+//! cloned and the device synchronised within the call, so its response means "read". Unpacked tensors stay unread until the end, which does
+//! not work with a ring of slots, so they are never used. Packed tensors are adjacent: a bucket with a gap needs two calls. The server's
+//! own unrestricted `pickle.loads` of our message is what `VLLM_ALLOW_INSECURE_SERIALIZATION=1` allows; nothing is unpickled here.
 
 use std::sync::Arc;
 
@@ -23,10 +24,10 @@ use weightsync_torch::{Device, Piece, SharedTensor, dtype_name};
 
 pub(super) const WAY: &str = "ipc";
 
-/// What is known of it, and of which versions (`tests/gpu/vllm.sh ipc`).
+/// The known facts about it, and their versions (`tests/gpu/vllm.sh ipc`).
 pub(super) const UNPROVEN: Unproven = Unproven { engine: "vLLM", way: "the ipc backend", seen: &["0.32.0"], read: &["0.33.0"] };
 
-/// Says that buckets will come packed; a server with another backend refuses, and nothing is changed.
+/// Announces packed buckets. A server with another backend refuses, and nothing changed.
 pub(super) async fn agree(http: &EngineHttp, until: Until) -> Result<(), EngineError> {
     done(http, "/init_weight_transfer_engine", &json!({"init_info": {"packed": true}}), "Weight transfer initialized", until).await
 }
@@ -46,7 +47,7 @@ impl Buckets {
         Self { http, layout, started: false }
     }
 
-    /// Opens the session; one that a dead trainer left open is ended first (F92), which the mark on the engine accounts for.
+    /// Opens the session. One that a dead trainer left open is ended first (F92), which the mark on the engine accounts for.
     async fn start(&mut self, until: Until) -> Result<(), EngineError> {
         let start = || done(&self.http, "/start_weight_update", &Value::Null, "Weight update started", until);
         let started = match start().await {
@@ -95,12 +96,12 @@ async fn finish(http: &EngineHttp, until: Until) -> Result<(), EngineError> {
     done(http, "/finish_weight_update", &json!({"weight_version": null}), "Weight update finished", until).await
 }
 
-/// Whether a piece follows another without a gap, at a place where torch can view it.
+/// Whether a piece follows another without a gap, at an offset that torch can view.
 fn follows(first: u64, before: &Piece<'_>, piece: &Piece<'_>) -> bool {
     piece.offset == before.offset + before.bytes && (piece.offset - first).is_multiple_of((piece.dtype.bits() / 8).max(1))
 }
 
-/// Pieces cut where they do not follow each other.
+/// Pieces, split where they do not follow each other.
 pub(super) fn runs<'a>(pieces: &'a [Piece<'a>]) -> Vec<&'a [Piece<'a>]> {
     let mut first = pieces.first().map_or(0, |piece| piece.offset);
     pieces
@@ -136,7 +137,7 @@ impl Feed for Buckets {
         finish(&self.http, until).await
     }
 
-    /// An error has ended the session already, as a rule; one that is open would refuse the next.
+    /// Usually an error has already ended the session; an open one would block the next.
     async fn fail(&mut self, _: &str, until: Until) {
         if self.started
             && let Err(error) = finish(&self.http, until).await

@@ -1,7 +1,7 @@
-//! Which way a vLLM server takes buckets from GPU memory, by the configuration that it was started with.
+//! By which route a vLLM server takes buckets from GPU memory, by its start-up configuration.
 //!
-//! Decides between our own back end, checkpoint-engine's worker extension, and vLLM's `ipc` back end, and refuses what was not seen to work.
-//! Asked of the server's configuration only: a call that its workers refuse would spoil their replies to later ones.
+//! Decides between our own back end, checkpoint-engine's worker extension, and vLLM's `ipc` back end, and refuses untested routes. Uses
+//! only the server's configuration: a call that its workers refuse would spoil their replies to later ones.
 
 use std::path::Path;
 
@@ -16,13 +16,13 @@ use crate::http::Until;
 use weightsync_core::protocol::PausePolicy;
 
 const CHECKPOINT_ENGINE: &str = "checkpoint-engine";
-/// The class of checkpoint-engine 0.4.2 whose methods a server's workers get.
+/// The class of checkpoint-engine 0.4.2 that extends a server's workers.
 const EXTENSION_CLASS: &str = "checkpoint_engine.worker.VllmColocateWorkerExtension";
 /// Method of checkpoint-engine 0.4.2's `VllmColocateWorkerExtension`.
 const EXTENSION: &str = "update_weights_from_ipc";
 
-/// The way, or why there is none. By our own vLLM loads as in a reload of its own, and what a model is made of is its business; the others are
-/// used for a model that is known not to be quantised.
+/// The route, or why there is none. By our own back end, vLLM loads as in its own reload, for any model. The others are used only for a
+/// model that is known not to be quantised.
 pub(super) async fn route(server: &Vllm, pause: PausePolicy, served: Option<&Path>, until: Until) -> Result<DeviceRoute, EngineError> {
     if pause == PausePolicy::External {
         return Err(unsupported("without a pause vLLM computes with half of the buckets".into(), DIRECTORY));
@@ -49,7 +49,7 @@ pub(super) async fn route(server: &Vllm, pause: PausePolicy, served: Option<&Pat
     buckets::UNPROVEN.allowed(&version, server.unproven_routes).map_err(|why| unsupported(why, DIRECTORY))?;
     let ranks = server.get("/get_world_size?include_dp=true", until).await?;
     if ranks.value().get("world_size") != Some(&json!(1)) {
-        // The others' words to a call that one refuses would be taken for those to a later call.
+        // The others' replies to a call that one refuses would be taken for replies to a later call.
         return Err(unsupported("the ipc backend is used with one worker only".into(), DIRECTORY));
     }
     way(buckets::WAY)

@@ -1,8 +1,8 @@
-//! vLLM with our own back end whose workers copy buckets from memory on their own GPUs, which the agent's workers allocated.
+//! vLLM with our own back end, whose workers copy buckets from memory on their own GPUs that the agent's workers allocated.
 //!
-//! Decides the message to each worker: where the bucket is on *its* GPU, by handle and offset, and the gsum64 of each tensor of it. A
-//! worker copies the bucket, sums what it copied, and only then says that it took it, so that the place may be used again from then on;
-//! vLLM's own layerwise loading, which keeps tensors until a layer is whole, works on the copy. The calls are [`super::session`]'s.
+//! Decides the message to each worker: the place of the bucket on *its* GPU, by handle and offset, and the gsum64 of each of its tensors. A
+//! worker copies the bucket, sums its copy, and only then confirms it; from then on the place may be used again. vLLM's own layerwise
+//! loading, which keeps tensors until a layer is complete, works on the copy. The calls are in [`super::session`].
 
 use std::sync::Arc;
 
@@ -26,7 +26,7 @@ pub(super) struct Gpus {
 }
 
 impl Gpus {
-    /// Has every worker connect.
+    /// Makes every worker connect.
     pub(super) async fn open(http: Arc<EngineHttp>, job: &FeedJob<'_>, ranks: u32, until: Until) -> Result<Self, EngineError> {
         let job = job.job;
         let (listening, token) = init(&http, ranks, until).await?;

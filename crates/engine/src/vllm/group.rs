@@ -2,7 +2,7 @@
 //!
 //! Facts are from the wheels (`distributed/weight_transfer/nccl_common.py`, `nccl_engine.py`, `packed_tensor.py`,
 //! `v1/worker/gpu_worker.py`). A join makes the communicator at once, and a missing rank blocks the engine without end: the leader joins at
-//! the same time. An update that was left open refuses the next one, and leaving the group as well, until it is finished, which finalises a
+//! the same time. An open update blocks the next one, and also the leaving of the group, until it is finished; that finalises a
 //! half-written model.
 
 use std::sync::Arc;
@@ -19,11 +19,11 @@ use crate::group::{GroupFeed, GroupJoin, GroupServer, Tensors, post_ok};
 use crate::http::{EngineHttp, Until};
 use weightsync_core::protocol::{GroupFacts, GroupPlace, Rendezvous};
 
-/// What a request carries goes in one broadcast, whatever its length: the server cuts after the tensor that exceeds this, and makes memory
-/// for what came, not for this.
+/// All tensors of a request are one broadcast, whatever its length: the server cuts after the tensor that exceeds this, and allocates
+/// memory for what came, not for this.
 const NEVER_CUT: u64 = 1 << 40;
 
-/// No id in base64: the server says so before it does anything.
+/// Not base64: the server refuses it before it does anything.
 const NO_ID: &str = "*";
 
 pub(super) struct VllmGroup {
@@ -43,7 +43,7 @@ impl VllmGroup {
         self.message("/start_draft_weight_update", &json!({}), "Draft weight update started", until).await
     }
 
-    /// The version is written by a call of its own, and last.
+    /// The version is written by a separate call at the end.
     async fn finish(&self, until: Until) -> Result<(), EngineError> {
         self.message("/finish_weight_update", &json!({ "weight_version": null }), "Weight update finished", until).await
     }
@@ -106,7 +106,7 @@ impl GroupServer for VllmGroup {
                 self.start(until).await?;
                 true
             }
-            // Whether it began is not known. It counts as begun: layers may be taken apart, and a request would end the engine's core.
+            // It is not known whether it began. It counts as begun: layers may be disassembled, and a request would end the engine's core.
             Err(
                 EngineError::Timeout { .. }
                 | EngineError::Unreachable { .. }
@@ -136,7 +136,7 @@ impl GroupFeed for Session {
         let (server, open) = (VllmGroup { http: self.server.http.clone() }, self.open.clone());
         Box::pin(async move {
             let received = server.message("/update_weights", &body, "Weights updated", until).await;
-            // An update that fails in the engine is closed by it.
+            // If an update fails in the engine, the engine closes it.
             if matches!(received, Err(EngineError::Status { status: 500, .. })) {
                 open.store(false, Ordering::Release);
             }
@@ -144,10 +144,10 @@ impl GroupFeed for Session {
         })
     }
 
-    /// A session has one target: that of the model ends, another is begun.
+    /// A session has one target: the model's session ends, and another begins.
     async fn turn_to_draft(&mut self, until: Until) -> Result<(), EngineError> {
         self.close(until).await?;
-        // Whether it began is not always known; ending one that did not begin does no harm.
+        // It is not always known whether it began; the end of one that did not begin does no harm.
         self.open.store(true, Ordering::Release);
         self.server.start_draft(until).await
     }

@@ -1,4 +1,4 @@
-//! The socket that the workers of one server connect to, and which workers are admitted.
+//! The socket to which the workers of one server connect, and which workers are admitted.
 //!
 //! Its name is abstract and valid for one install. A client must present the token, which only the server received. Decides whether all
 //! ranks are connected, their devices, and their common capabilities; never the later messages ([`super::workers`]).
@@ -19,19 +19,19 @@ use crate::EngineError;
 use crate::host::{HostDigest, HostMemory};
 use crate::http::Until;
 
-/// Not the prefix of agents' own sockets: trainers look for those.
+/// Not the prefix of agents' own sockets, which trainers search for.
 const PREFIX: &str = "weightsync-feed/";
-/// Longest time between connecting and saying hello.
+/// Longest time from the connection to the hello.
 const SAY_HELLO: Duration = Duration::from_secs(5);
 /// The digest of tensors in GPU memory, on the wire.
 const ON_GPUS: &str = "gsum64";
 
-/// What is agreed before the first bucket.
+/// The agreement before the first bucket.
 pub(super) struct Rules {
     pub(super) token: String,
     /// Whether a draft model follows the model.
     pub(super) draft: bool,
-    /// Longest time between two lines to a worker; half of it without a bucket makes us say that we live.
+    /// Longest time between two lines to a worker. After half of it without a bucket, the agent sends a sign of life.
     pub(super) silence: Duration,
 }
 
@@ -42,7 +42,7 @@ pub(super) struct Hello {
     ranks: u32,
     device: String,
     digests: Vec<String>,
-    /// Whether a session is open, which an earlier life of an agent left.
+    /// Whether a session is open that an earlier incarnation of an agent left.
     pub(super) open: bool,
     /// Whether it accepts buckets for a draft model.
     #[serde(default)]
@@ -120,7 +120,7 @@ impl Listening {
         Ok(there)
     }
 
-    /// The next connection, if it is from a worker of this server.
+    /// The next connection from a worker of this server.
     async fn one(&self, rules: &Rules, bytes: Where) -> Result<Option<(Hello, Parts)>, EngineError> {
         let bad = |what: String| EngineError::BadReply { url: self.url.clone(), what };
         let (socket, _) = self.listener.accept().await.map_err(|cause| bad(format!("no worker can connect: {cause}")))?;

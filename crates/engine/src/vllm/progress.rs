@@ -1,6 +1,7 @@
 //! The progress of one server's workers.
 //!
-//! Decides what "all of them" means: the slowest rank counts, and a step of the draft model's session is not that of the model's before it.
+//! Decides for all of them together: the slowest rank counts, and a step of the draft model's session differs from the same step of the
+//! model's session.
 
 use std::collections::BTreeMap;
 
@@ -10,13 +11,13 @@ use tokio::sync::watch;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub(super) enum Step {
-    /// A session that was open before has ended.
+    /// An earlier open session has ended.
     Ended,
-    /// Layers are taken apart.
+    /// Layers are disassembled.
     Started,
-    /// All was loaded.
+    /// Everything was loaded.
     Updated,
-    /// Every layer is whole and new.
+    /// Every layer is complete and new.
     Finished,
 }
 
@@ -50,7 +51,7 @@ impl Progress {
     }
 }
 
-/// Waits for progress; pending when it can never come.
+/// Waits for progress; pending without end if it can never come.
 pub(super) async fn reached(mut progress: watch::Receiver<Progress>, far: impl FnMut(&Progress) -> bool) {
     if progress.wait_for(far).await.is_err() {
         std::future::pending::<()>().await;

@@ -1,9 +1,9 @@
-//! The calls of a weight-transfer session of vLLM with our own back end, and what its workers say became of each.
+//! The calls of a weight-transfer session of vLLM with our own back end, and each worker's report on them.
 //!
-//! Decides the order init (each worker connects to a socket of ours), start, one update (the workers load the described buckets, while more
-//! may come), finish; for a draft model a second session with the same workers follows. Only each worker's report on its socket counts:
-//! after one failed call the replies of vLLM's workers are those to earlier calls (0.32, `v1/executor/multiproc_executor.py`: seen with two
-//! ranks), so a reply proves nothing, and our back end never fails a call. Never decides where the bytes lie. Routes are vLLM 0.32's
+//! Decides the order. Init: each worker connects to our socket. Start. One update: the workers load the described buckets, while more may
+//! come. Finish. For a draft model, a second session with the same workers follows. Only each worker's report on its socket counts. After
+//! one failed call, the replies of vLLM's workers are those to earlier calls (0.32, `v1/executor/multiproc_executor.py`: seen with two
+//! ranks). So a reply proves nothing, and our back end never fails a call. Never decides where the bytes are. Routes are vLLM 0.32's
 //! (`entrypoints/rl/online/api_router.py`).
 
 use std::sync::Arc;
@@ -20,14 +20,15 @@ use crate::http::{EngineHttp, Until};
 
 /// Version of the lines on the socket and of the fields of init, as `python/weightsync/_feed.py` has it.
 const PROTOCOL: u32 = 1;
-/// Name of the back end, and of the way by it.
+/// Name of the back end, and of its route.
 pub(super) const WAY: &str = "weightsync";
 /// Longest wait for workers to connect.
 pub(super) const CONNECT: Duration = Duration::from_secs(20);
-/// Longest wait for what a failed session still has to say and do.
+/// Longest wait for the end of a failed session.
 const LAST_WORDS: Duration = Duration::from_secs(5);
 
-/// Whether the server was started with the back end, by its own configuration. A call that another back end refuses would not do: see above.
+/// Whether the server was started with the back end, by its own configuration. A call would not do: a refusal by another back end spoils
+/// later replies, see above.
 pub(super) async fn is_there(http: &EngineHttp, until: Until) -> Result<bool, EngineError> {
     let asked = http.get("/server_info?config_format=json", until).await?;
     match asked.status() {
@@ -37,7 +38,7 @@ pub(super) async fn is_there(http: &EngineHttp, until: Until) -> Result<bool, En
     }
 }
 
-/// Has every worker of a server connect: a socket that waits for them, and what they must show.
+/// Makes every worker of a server connect: returns a socket that waits for them, and the fields that they must present.
 pub(super) async fn init(http: &EngineHttp, ranks: u32, until: Until) -> Result<(Listening, String), EngineError> {
     let listening = Listening::new(http.url(), ranks)?;
     let token = uuid::Uuid::new_v4().simple().to_string();
@@ -46,14 +47,14 @@ pub(super) async fn init(http: &EngineHttp, ranks: u32, until: Until) -> Result<
     Ok((listening, token))
 }
 
-/// The sessions of one version, with workers that are connected.
+/// The sessions of one version, with connected workers.
 pub(super) struct Session {
     http: Arc<EngineHttp>,
     pub(super) workers: Workers,
     token: String,
     update: Option<JoinHandle<Result<(), EngineError>>>,
     open: bool,
-    /// The session that was begun last: 1 is the model's, 2 the draft model's.
+    /// The last session: 1 is the model's, 2 the draft model's.
     number: u32,
     whole: Until,
 }
@@ -63,12 +64,12 @@ impl Session {
         Self { http, workers, token, update: None, open: false, number: 0, whole: Until::new(timeout) }
     }
 
-    /// The session that was begun last: 1 is the model's, 2 the draft model's, 0 none.
+    /// The last session: 1 is the model's, 2 the draft model's, 0 none.
     pub(super) fn number(&self) -> u32 {
         self.number
     }
 
-    /// Runs until it is done, or a worker says that it failed.
+    /// Runs until it is done, or a worker reports a failure.
     pub(super) async fn watching<T>(&self, until: Until, done: impl Future<Output = Result<T, EngineError>>) -> Result<T, EngineError> {
         tokio::select! {
             biased;
@@ -80,24 +81,24 @@ impl Session {
         }
     }
 
-    /// Notifies every worker that no bucket follows the `told` ones.
+    /// Notifies every worker that no bucket follows the `reported` ones.
     pub(super) async fn no_more(&self, reported: u32, until: Until) -> Result<(), EngineError> {
         let line = format!("{}\n", json!({"event": "end", "buckets": reported}));
         self.watching(until, self.workers.tell(line)).await
     }
 
-    /// Makes a call and waits until every worker says that it took the step.
+    /// Makes a call and waits until every worker confirms the step.
     async fn step(&self, path: &str, step: Step, until: Until) -> Result<(), EngineError> {
         call(&self.http, path, Some(&json!({})), until).await?;
         self.watching(until, self.workers.did(self.number, step)).await
     }
 
-    /// Ends a session that an earlier life of an agent left open, if there is one.
+    /// Ends a session that an earlier incarnation of an agent left open, if there is one.
     pub(super) async fn end_what_was_left(&self, until: Until) -> Result<(), EngineError> {
         if self.workers.left_open() { self.step("/finish_weight_update", Step::Ended, until).await } else { Ok(()) }
     }
 
-    /// Opens the next session and has the workers load in it.
+    /// Opens the next session and makes the workers load in it.
     pub(super) async fn start(&mut self, path: &str, until: Until) -> Result<(), EngineError> {
         self.open = true;
         self.number += 1;
@@ -107,7 +108,8 @@ impl Session {
         Ok(())
     }
 
-    /// Waits until every worker loaded all of the session's model, `told` buckets since the first session, and requests their last step.
+    /// Waits until every worker loaded all of the session's model (`reported` buckets since the first session), and requests their last
+    /// step.
     pub(super) async fn finish(&mut self, reported: u32, until: Until) -> Result<(), EngineError> {
         let mut update = self.update.take();
         tokio::select! {
@@ -120,7 +122,7 @@ impl Session {
             return Err(self.workers.error(format!("{taken} of {reported} buckets were taken")));
         }
         if let Some(update) = update {
-            // The route answers when its workers did.
+            // The route returns after its workers.
             let _ended = tokio::time::timeout(until.left(), update).await;
         }
         self.step("/finish_weight_update", Step::Finished, until).await?;
@@ -128,7 +130,7 @@ impl Session {
         Ok(())
     }
 
-    /// Outputs of an encoder are computed with the weights that were there before.
+    /// Outputs of an encoder were computed with the earlier weights.
     pub(super) async fn forget_encoded(&self, until: Until) -> Result<(), EngineError> {
         call(&self.http, "/reset_encoder_cache", None, until).await
     }
@@ -136,7 +138,7 @@ impl Session {
     /// Ends it early: no worker waits, and no session stays open for the next client.
     pub(super) async fn fail(&mut self, until: Until) {
         self.workers.close();
-        // The workers hear of it at once, put their layers together, and the call ends.
+        // The workers see it at once and reassemble their layers, and the call ends.
         let until = until.at_most(LAST_WORDS);
         if let Some(update) = self.update.take() {
             let _ended = tokio::time::timeout(until.left(), update).await;
@@ -149,7 +151,7 @@ impl Session {
     }
 }
 
-/// The error of a call that never reached the workers; pending while it is under way or ended otherwise.
+/// The error of a call that never reached the workers; pending while it is in progress or ended otherwise.
 async fn lost(update: &mut Option<JoinHandle<Result<(), EngineError>>>) -> EngineError {
     if let Some(ended) = update {
         let ended = ended.await;

@@ -1,11 +1,12 @@
-//! What vLLM's metrics say of its sleep. Decides whether weights are off the GPU, and counts how often it fell asleep; never what follows from it.
+//! Sleep in vLLM's metrics. Decides whether weights are off the GPU, and counts how often it fell asleep; the consequences are decided
+//! elsewhere.
 //!
 //! `/is_sleeping` is true for every pause as well. The metrics of 0.32 distinguish the two (`v1/metrics/loggers.py`: `weights_offloaded`
-//! for level 1, `discard_all` for level 2; both stand until every part is awake) and count (`entrypoints/serve/dev/sleep/metrics.py`).
+//! for level 1, `discard_all` for level 2; both stay until every part is awake) and count (`entrypoints/serve/dev/sleep/metrics.py`).
 
 use crate::server::Sleeps;
 
-/// Whatever is missing did not happen: an older server, or one that was never put to sleep.
+/// A missing metric means that it did not happen: an older server, or one that never slept.
 pub(super) fn of_metrics(metrics: &str) -> Sleeps {
     let mut sleeps = Sleeps::default();
     for line in metrics.lines() {

@@ -1,7 +1,7 @@
 //! The workers of one server on the socket of their agent: messages to them, and the progress of each.
 //!
-//! Lines of JSON both ways; host memory is passed with the first one, so it needs no path that both can see. Decides what counts as a
-//! worker's failure; never what that means.
+//! Lines of JSON in both directions. Host memory is passed with the first one, so it needs no path that both can see. Decides what counts
+//! as a worker's failure; its consequences are decided elsewhere.
 
 use std::collections::BTreeMap;
 use std::io::{self, IoSlice};
@@ -26,16 +26,16 @@ use weightsync_core::weights::Section;
 
 /// Longest line of a worker, in bytes.
 const LONGEST_LINE: u64 = 64 << 10;
-/// Lines that may wait for a worker.
+/// Most lines in a worker's queue.
 const WAITING: usize = 64;
 
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub(super) enum Said {
     Hello(Hello),
-    /// This bucket's digests agree.
+    /// The digests of this bucket agree.
     Verified(u32),
-    /// This bucket is not needed where it lies any more.
+    /// This bucket's place is no longer needed.
     Taken(u32),
     Did(Step),
     Failed(String),
@@ -48,7 +48,7 @@ pub(super) struct Opening<'a> {
     pub(super) memory: Option<&'a HostMemory>,
 }
 
-/// All workers of a server. Dropping it closes their sockets, which they hear at once.
+/// All workers of a server. Dropping it closes their sockets, which they see at once.
 pub(super) struct Workers {
     url: String,
     lines: Vec<mpsc::Sender<String>>,
@@ -96,19 +96,19 @@ impl Workers {
         format!("{line}\n")
     }
 
-    /// Says a line to every worker; waits while one has not taken earlier ones. Wants to be ended by a deadline.
+    /// Sends a line to every worker; waits while one has not taken earlier ones. The caller must add a deadline.
     pub(super) fn tell(&self, line: String) -> impl Future<Output = Result<(), EngineError>> + Send + use<> {
         let lines = self.lines.clone();
         async move {
             for worker in lines {
-                // The reader reports a worker that is gone.
+                // The reader reports a lost worker.
                 let _gone = worker.send(line.clone()).await;
             }
             Ok(())
         }
     }
 
-    /// The same, to each worker a line of its own, in the order of ranks.
+    /// The same with a separate line for each worker, in the order of ranks.
     pub(super) fn tell_each(&self, each: Vec<String>) -> impl Future<Output = Result<(), EngineError>> + Send + use<> {
         let lines = self.lines.clone();
         async move {
@@ -119,12 +119,12 @@ impl Workers {
         }
     }
 
-    /// UUIDs of the GPUs that they compute on, in the order of ranks; empty texts where they compute on none.
+    /// UUIDs of their GPUs, in the order of ranks; empty texts for workers without one.
     pub(super) fn gpus(&self) -> impl Iterator<Item = &str> {
         self.gpus.iter().map(String::as_str)
     }
 
-    /// Waits until every worker has checked so many buckets. Wants to be ended by a deadline.
+    /// Waits until every worker has checked so many buckets. The caller must add a deadline.
     pub(super) fn verified(&self, buckets: u32) -> impl Future<Output = Result<(), EngineError>> + Send + use<> {
         let progress = self.progress.clone();
         async move {
@@ -133,7 +133,7 @@ impl Workers {
         }
     }
 
-    /// Waits until every worker took more than so many buckets: how many. Wants to be ended by a deadline.
+    /// Waits until every worker took more than so many buckets. Returns the number. The caller must add a deadline.
     pub(super) fn taken(&self, more_than: u32) -> impl Future<Output = Result<u32, EngineError>> + Send + use<> {
         let progress = self.progress.clone();
         async move {
@@ -162,7 +162,7 @@ impl Workers {
         self.progress.borrow().taken()
     }
 
-    /// Waits until a worker reports a failure, or is gone.
+    /// Waits until a worker reports a failure, or is lost.
     pub(super) fn failed(&self) -> impl Future<Output = EngineError> + Send + use<> {
         let (mut progress, url) = (self.progress.clone(), self.url.clone());
         async move {
@@ -172,7 +172,7 @@ impl Workers {
         }
     }
 
-    /// A failure of theirs in our words.
+    /// Converts a failure of theirs into our error.
     pub(super) fn error(&self, body: String) -> EngineError {
         EngineError::NotSuccess { url: self.url.clone(), body }
     }
@@ -229,7 +229,7 @@ async fn read(mut reader: BufReader<OwnedReadHalf>, rank: u32, sessions: u32, pr
     }
 }
 
-/// Writes lines as they come, and one that says that we live when none does.
+/// Writes lines as they come, and signs of life between them.
 async fn write(mut writer: OwnedWriteHalf, mut lines: mpsc::Receiver<String>, quiet: Duration) {
     loop {
         let line = match tokio::time::timeout(quiet, lines.recv()).await {
@@ -237,7 +237,7 @@ async fn write(mut writer: OwnedWriteHalf, mut lines: mpsc::Receiver<String>, qu
             Ok(None) => return,
             Err(_) => "{\"event\":\"alive\"}\n".to_owned(),
         };
-        // Anyone who waits for the worker's answer has a deadline; this write ends with the task.
+        // Callers that wait for the worker's answer have a deadline; this write ends with the task.
         if writer.write_all(line.as_bytes()).await.is_err() {
             return;
         }
