@@ -1,11 +1,11 @@
-//! Whether what a member announces of the payloads that travel outside of the connection makes sense: heads, the pieces of each bucket, digests.
+//! Whether a member's announcements of payloads outside of the connection are valid: heads, the pieces of each bucket, digests.
 //!
-//! Decides only the order: a bucket is announced whole, piece after piece, before the next one, and its digest follows its last piece. It
-//! never looks at a byte.
+//! Decides only the order: all pieces of a bucket are announced before the next bucket, and its digest follows its last piece. It never
+//! reads a byte.
 
 use weightsync_core::protocol::{BucketHeader, LentPiece};
 
-/// What does not make sense.
+/// An invalid announcement.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum Disorder {
     #[error("a bucket is longer than its head says, or a piece does not follow the one before")]
@@ -17,15 +17,15 @@ pub(crate) enum Disorder {
 /// The announcements of one stream so far.
 #[derive(Default)]
 pub(crate) struct Announcements {
-    /// The bucket that was announced last, and how many of its bytes.
+    /// The bucket that was announced last, and the number of its announced bytes.
     open: Option<(BucketHeader, u64)>,
-    /// Buckets of which all pieces were announced, and digests.
+    /// Number of completely announced buckets, and of digests.
     whole: u64,
     digests: u64,
 }
 
 impl Announcements {
-    /// A bucket whose pieces are announced one by one.
+    /// Begins a bucket whose pieces are announced one by one.
     pub(crate) fn head(&mut self, header: BucketHeader) -> Result<(), Disorder> {
         if self.open.replace((header, 0)).is_some() {
             return Err(Disorder::Short);
@@ -33,12 +33,12 @@ impl Announcements {
         Ok(())
     }
 
-    /// A bucket that comes by itself.
+    /// Records a bucket without separate pieces.
     pub(crate) fn whole(&mut self) {
         self.whole += 1;
     }
 
-    /// The next piece; gives its bucket.
+    /// Records the next piece; returns its bucket.
     pub(crate) fn piece(&mut self, piece: &LentPiece) -> Result<BucketHeader, Disorder> {
         let (header, at) = self.open.as_mut().ok_or(Disorder::Piece)?;
         let header = *header;
@@ -52,7 +52,7 @@ impl Announcements {
         Ok(header)
     }
 
-    /// The digest of the next bucket.
+    /// Records the digest of the next bucket.
     pub(crate) fn digest(&mut self) -> Result<(), Disorder> {
         self.digests += 1;
         if self.digests > self.whole { Err(Disorder::Short) } else { Ok(()) }

@@ -1,7 +1,7 @@
-//! The seam between a chain of connections and whatever carries payloads next to it.
+//! The interface between a chain of connections and the carrier of payloads outside of them.
 //!
-//! The chain says what comes and what it must hash to, and finds members that are lost; the carrier brings the bytes of the buckets that
-//! were announced. Decides nothing by itself: a carrier that fails names the member at fault, and the chain ends for all.
+//! The chain announces the buckets and their digests, and finds lost members; the carrier brings the announced bytes. Decides nothing by
+//! itself: a failing carrier names the member at fault, and the chain ends for all.
 
 use std::sync::{Arc, OnceLock};
 
@@ -13,11 +13,11 @@ use super::{BucketStore, DeviceBucket};
 use weightsync_core::protocol::{BucketHeader, CarriedBy, DataHello, LentPiece, OfferedSlots, Refusal, StreamFailure};
 
 pub(super) trait Carriers: Send + Sync {
-    /// Gets ready for the payloads of a stream that was admitted into `store`; a refusal says why this member cannot take part.
+    /// Prepares for the payloads of a stream that was admitted into `store`. A refusal has the reason why this member cannot take part.
     fn receive(&self, hello: &DataHello, store: &Arc<dyn BucketStore>) -> Result<Box<dyn Carrier>, Refusal>;
 }
 
-/// What brings payloads into this member, by how they travel. Each is set once, before the first stream can come.
+/// The carriers of a member, by transport. Each is set once, before the first stream can come.
 #[derive(Default)]
 pub(super) struct Carrying {
     broadcasts: OnceLock<Arc<dyn Carriers>>,
@@ -25,12 +25,12 @@ pub(super) struct Carrying {
 }
 
 impl Carrying {
-    /// Brings what is broadcast between GPUs, or copied on one.
+    /// Sets the carrier of broadcasts between GPUs, and of copies on one GPU.
     pub(super) fn broadcasts(&self, carriers: Arc<dyn Carriers>) {
         let _ = self.broadcasts.set(carriers);
     }
 
-    /// Brings what is read from the memory of the member before.
+    /// Sets the carrier of reads from the previous member's memory.
     pub(super) fn reads(&self, carriers: Arc<dyn Carriers>) {
         let _ = self.reads.set(carriers);
     }
@@ -44,49 +44,49 @@ impl Carrying {
 /// The payloads of one stream into one member. Dropping it before [`ended`](Self::ended) gives the stream up.
 #[async_trait]
 pub(super) trait Carrier: Send {
-    /// A bucket was announced; its bytes begin to come. Several may be announced before the first is whole.
+    /// A bucket was announced; its bytes begin to come. Several may be announced before the first is complete.
     fn head(&mut self, header: BucketHeader);
 
-    /// The next bytes of the bucket that was announced last lie there, in memory that was lent.
+    /// Place of the next bytes of the bucket that was announced last, in lent memory.
     fn lent(&mut self, piece: LentPiece);
 
-    /// What the next member needs to read the payloads from here, where every member reads them from the one before. The carrier says then by
-    /// [`Carried::Relay`] what the next member is to hear, and this member passes nothing on by itself.
+    /// The slots from which the next member reads the payloads, if every member reads from the previous one. The carrier then gives the
+    /// messages to the next member by [`Carried::Relay`], and this member forwards nothing itself.
     fn offers(&self) -> Option<OfferedSlots> {
         None
     }
 
-    /// Where the numbers of offered pieces come from that the next member has read.
+    /// Source of the numbers of offered pieces that the next member has read.
     fn taken(&mut self, _taken: mpsc::UnboundedReceiver<u32>) {}
 
-    /// What the leader says that the first bucket without a digest hashes to (gsum64).
+    /// The leader's digest (gsum64) of the first bucket without one.
     fn digest(&mut self, said: u128);
 
-    /// What happened next; waits while nothing is announced. Dropping the future loses nothing.
+    /// The next event; pending while nothing is announced. Dropping the future loses nothing.
     async fn next(&mut self) -> Carried;
 
-    /// Whether every bucket that was announced was given out.
+    /// Whether every announced bucket was passed on.
     fn idle(&self) -> bool;
 
-    /// The stream ended as it should.
+    /// The stream ended normally.
     fn ended(&mut self);
 }
 
 pub(super) enum Carried {
     /// Bytes of a bucket, at their place in the stream of the layout.
     Part(u64, Bytes),
-    /// A bucket in memory of GPUs, whose digest agrees.
+    /// A bucket in GPU memory, whose digest agrees.
     Device(DeviceBucket),
-    /// A lent piece was copied: its slot may be written again.
+    /// A lent piece was copied: its slot may be reused.
     Taken(u32),
-    /// For the next member, where payloads are read from this one.
+    /// A message to the next member, which reads payloads from this one.
     Relay(Relayed),
-    /// All of the bucket was given out.
+    /// All of the bucket was passed on.
     Whole(BucketHeader, u128),
     Failed(StreamFailure),
 }
 
-/// What the next member of a chain hears of payloads that it reads from this one.
+/// A message to the next member of a chain about payloads that it reads from this one.
 pub(super) enum Relayed {
     Head(BucketHeader),
     Lent(LentPiece),

@@ -1,6 +1,6 @@
-//! The digest of a bucket, by several cores where there are some to spare; those of tensors in [`tensors`].
+//! The digest of a bucket, computed by several cores if some are free; those of tensors in [`tensors`].
 //!
-//! Decides how many cores hash at once; what a digest is, `weights` says.
+//! Decides how many cores hash at once; `weights` defines the digests.
 
 mod tensors;
 
@@ -19,7 +19,7 @@ pub fn hashes_on_several_cores() -> bool {
     default_lanes() > 1
 }
 
-/// The [`bucket_digest`] of `bytes`, hashed by as many cores as send them. An error only when the runtime ends.
+/// The [`bucket_digest`] of `bytes`, hashed by as many cores as send them. Fails only when the runtime ends.
 pub async fn digest(bytes: Bytes) -> Result<u128, JoinError> {
     digest_by(default_lanes(), bytes).await
 }

@@ -1,7 +1,7 @@
-//! What one member does with a stream: the order of its parts, the digest after each bucket, and one word to the store at the end.
+//! The handling of a stream by one member: the order of its parts, the digest after each bucket, and exactly one end for the store.
 //!
-//! Every transport feeds it. Decides whether what arrives is a stream; never moves a byte, never waits. The store is reported exactly one
-//! end, even when the task that owned the stream is dropped.
+//! Every transport feeds it. Decides whether the arriving data is a valid stream; never moves a byte, never waits. The store receives
+//! exactly one end, even if the task of the stream is dropped.
 
 use std::sync::Arc;
 
@@ -22,7 +22,7 @@ pub(super) struct Intake {
     measure: Measure,
 }
 
-/// When the first bucket began, when the last one was proven, and how many bytes both and those between have.
+/// When the first bucket began and the last one was proven, and the bytes of all buckets.
 struct Measure {
     from: Option<MemberName>,
     by: TransportKind,
@@ -41,7 +41,7 @@ impl Measure {
         self.bytes = self.bytes.saturating_add(bytes);
     }
 
-    /// None where no bucket came.
+    /// `None` without a bucket.
     fn transfer(&self) -> Option<Transfer> {
         let took = self.proven?.saturating_duration_since(self.begun?);
         Some(Transfer { from: self.from.clone(), by: self.by, bytes: self.bytes, took })
@@ -51,7 +51,7 @@ impl Measure {
 struct Open {
     header: BucketHeader,
     received: u64,
-    /// Those of them that were hashed, here or with their block.
+    /// The hashed bytes among them, here or with their block.
     hashed: u64,
 }
 
@@ -60,7 +60,7 @@ enum State {
     Running,
     /// `end` was called and answered with `Ok`.
     Ended,
-    /// The store said no, or was informed that the stream broke.
+    /// The store refused, or was notified that the stream broke.
     Over,
 }
 
@@ -77,13 +77,13 @@ impl Intake {
         Self { me: hello.to.clone(), store, hasher: BucketHasher::new(), open: None, state: State::Running, measure }
     }
 
-    /// Waits until the store has room for what one read may bring.
+    /// Waits until the store has room for the result of one read.
     pub(super) fn room(&self) -> BoxFuture<'static, ()> {
         let store = self.store.clone();
         Box::pin(async move { store.room().await })
     }
 
-    /// Whether every bucket came and the store took the end.
+    /// Whether every bucket came and the store accepted the end.
     pub(super) fn ended(&self) -> bool {
         self.state == State::Ended
     }
@@ -107,7 +107,7 @@ impl Intake {
         self.take(part, false)
     }
 
-    /// The digest of the hashed parts since the block before.
+    /// The digest of the hashed parts since the previous block.
     pub(super) fn block(&mut self, digest: u128) -> Result<(), StreamFailure> {
         self.running("a block")?;
         match self.open.as_mut().filter(|open| open.hashed < open.received) {
@@ -137,7 +137,7 @@ impl Intake {
         self.stored(written)
     }
 
-    /// The bucket is over; `said` is what the leader says it hashes to.
+    /// Ends the bucket; `said` is the leader's digest of it.
     pub(super) fn digest(&mut self, said: u128) -> Result<(), StreamFailure> {
         self.running("a digest")?;
         let Some(Open { header, received, hashed }) = self.open.take() else { return Err(self.nonsense("a digest outside of a bucket")) };
@@ -158,7 +158,7 @@ impl Intake {
         self.stored(completed)
     }
 
-    /// A bucket begins whose bytes come another way; more may begin before it is whole.
+    /// Begins a bucket whose bytes come outside of the connection. More may begin before it is complete.
     pub(super) fn carried_head(&mut self, header: BucketHeader) -> Result<(), StreamFailure> {
         self.running("a bucket")?;
         if header.flags != BucketHeader::CARRIED || !sound(&header) || self.open.is_some() {
@@ -168,21 +168,21 @@ impl Intake {
         Ok(())
     }
 
-    /// The next bytes of a bucket that came another way, at their place in the stream of the layout.
+    /// The next bytes of such a bucket, at their place in the stream of the layout.
     pub(super) fn carried_part(&mut self, offset: u64, part: &[u8]) -> Result<(), StreamFailure> {
         self.running("bytes")?;
         let written = self.store.write(offset, part);
         self.stored(written)
     }
 
-    /// A bucket that came another way and lies in memory of GPUs.
+    /// Such a bucket, in GPU memory.
     pub(super) fn carried_device(&mut self, bucket: DeviceBucket) -> Result<(), StreamFailure> {
         self.running("a bucket")?;
         let taken = self.store.device(bucket);
         self.stored(taken)
     }
 
-    /// A bucket that came another way was proven, and all of it was given to the store.
+    /// Such a bucket was proven and passed to the store completely.
     pub(super) fn carried_whole(&mut self, header: &BucketHeader, digest: u128) -> Result<(), StreamFailure> {
         self.running("a digest")?;
         self.measure.proves(header.bytes);
@@ -204,7 +204,7 @@ impl Intake {
         Ok(())
     }
 
-    /// The stream broke. Says nothing to a store that ended, that said no by itself, or that was informed before.
+    /// Ends a broken stream. Sends nothing to a store that has ended, refused, or was notified before.
     pub(super) fn broken(&mut self, failure: &StreamFailure) {
         if self.state == State::Running {
             self.state = State::Over;
@@ -238,12 +238,12 @@ impl Drop for Intake {
     }
 }
 
-/// Whether the numbers of a head can be true.
+/// Whether the numbers of a head are possible.
 fn sound(header: &BucketHeader) -> bool {
     header.sequence != u32::MAX && header.bytes > 0 && header.offset.checked_add(header.bytes).is_some()
 }
 
-/// Who is at fault and what happened, for a store.
+/// The member at fault and the cause, for a store.
 fn blame(failure: &StreamFailure) -> (Fault<'_>, String) {
     match failure {
         StreamFailure::Unreachable { peer, cause } => (Fault::Lost(peer), format!("cannot be reached: {cause}")),

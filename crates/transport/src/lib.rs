@@ -1,8 +1,8 @@
-//! How buckets travel between members: one contract, one file a transport.
+//! How buckets travel between members: one contract, one file for each transport.
 //!
-//! A leader opens a chain and sends each bucket once; every member stores it and forwards it while it still arrives.
-//! This room decides how bytes move and who is named when they do not. It never decides membership, never retries, and never
-//! judges a version: a digest that disagrees is reported to the store, which alone says what is complete.
+//! A leader opens a chain and sends each bucket once; every member stores it and forwards it while it still arrives. This crate decides how
+//! bytes move, and which member is named if they do not. It never decides membership, never retries, and never judges a version. It reports
+//! a wrong digest to the store, which alone decides what is complete.
 
 mod announced;
 mod carrier;
@@ -29,7 +29,7 @@ use weightsync_net::identity::PeerIdentity;
 
 pub use digest::{TensorDigests, digest, hashes_on_several_cores};
 
-/// The bytes of one bucket, where they lie. Dropping it gives their memory back to anyone who lent it.
+/// The bytes of one bucket. Dropping it returns their memory to the lender.
 #[derive(Clone)]
 pub enum Payload {
     /// In memory of this process.
@@ -38,7 +38,7 @@ pub enum Payload {
     Device(DevicePayload),
 }
 
-/// Bytes in memory of a GPU that a worker of ours can read.
+/// Bytes in GPU memory that one of our workers can read.
 #[derive(Clone)]
 #[allow(missing_docs)]
 pub struct DevicePayload {
@@ -46,14 +46,14 @@ pub struct DevicePayload {
     pub memory: DeviceMemory,
     pub offset: u64,
     pub bytes: u64,
-    /// Event that anyone who writes the bytes records after them; the GPU waits for it before they are read.
+    /// Event that the writer of the bytes records after them; the GPU waits for it before it reads.
     pub after: Option<Event>,
-    /// Dropped when the bytes are not read any more: tells anyone who lent the memory.
+    /// Dropped when the bytes are no longer read: notifies the lender of the memory.
     pub lent: Option<Arc<dyn Send + Sync>>,
 }
 
 impl DevicePayload {
-    /// Shares of digests that the GPU computes of it.
+    /// Shares of its digests, computed by the GPU.
     pub async fn digest(&self, parts: &[DigestPart], within: Duration) -> Result<Vec<u64>, WorkerError> {
         let parts = parts.iter().map(|part| Part { offset: part.offset, bytes: part.bytes, first_word: part.first_word }).collect();
         Ok(self.worker.digest(self.memory.at(self.offset), parts, self.after.clone(), within).await?.sums)
@@ -93,7 +93,7 @@ impl Payload {
         }
     }
 
-    /// The bytes themselves, where this process can read them.
+    /// The bytes themselves, if this process can read them.
     pub fn host(&self) -> Option<&Bytes> {
         match self {
             Self::Host(bytes) => Some(bytes),
@@ -101,7 +101,7 @@ impl Payload {
         }
     }
 
-    /// Whether there is nothing.
+    /// Whether it is empty.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -151,7 +151,7 @@ pub enum TransportError {
 }
 
 impl TransportError {
-    /// The member at fault, where it is one.
+    /// The member at fault, if a member is.
     pub fn peer(&self) -> Option<&MemberName> {
         match self {
             Self::Unreachable { peer, .. }
@@ -165,7 +165,7 @@ impl TransportError {
 }
 
 impl TransportError {
-    /// Payloads on a GPU were given to a transport that has no way to them.
+    /// A transport without GPU support received payloads on a GPU.
     fn on_a_gpu() -> Self {
         Self::Io { what: "sending a bucket".into(), source: std::io::Error::other("its bytes lie on a GPU, and go over connections here") }
     }
@@ -185,13 +185,13 @@ impl From<StreamFailure> for TransportError {
     }
 }
 
-/// A way to move buckets. Listens from its construction on, so that its address is bound before it is asked to anyone.
+/// A way to move buckets. It listens once it is constructed, so that its address is bound before other members request it.
 #[async_trait]
 pub trait Transport: Send + Sync {
     /// `tcp`, `nccl` or `gdr`, for logs.
     fn name(&self) -> &'static str;
 
-    /// Where this member can be reached (`IP:PORT`).
+    /// Address of this member (`IP:PORT`).
     fn address(&self) -> String;
 
     /// Opens the chain that `hello` describes; its first member is `hello.to` at `first`. Returns when the whole chain admitted it.
@@ -199,70 +199,70 @@ pub trait Transport: Send + Sync {
     async fn open(&self, hello: DataHello, first: &str) -> Result<Box<dyn BucketSink>, TransportError>;
 }
 
-/// The leader's end of an open chain. Dropping it ends the chain: every member's store is informed that it broke, no one is blamed.
-/// While the leader has nothing to send, its transport shows the chain that it lives: a slow trainer is not a silent one.
+/// The leader's end of an open chain. Dropping it ends the chain: every member's store is notified that it broke, without a member at
+/// fault. While the leader sends nothing, its transport sends signs of life: a slow trainer is not a silent one.
 #[async_trait]
 pub trait BucketSink: Send {
-    /// Sends one bucket with its [`weightsync_core::weights::bucket_digest`]; returns when the next may be given (several are in flight).
-    /// `header.bytes` is the length of `data`. After an error the chain is over: every later call gives the same error.
+    /// Sends one bucket with its [`weightsync_core::weights::bucket_digest`]; returns when the next may be sent (several are in flight).
+    /// `header.bytes` is the length of `data`. After an error the chain has ended: every later call returns the same error.
     async fn send(&mut self, header: BucketHeader, data: Payload, digest: u128) -> Result<(), TransportError>;
 
-    /// Whether it hashes what it sends by itself: the digest given to [`send`](Self::send) is not looked at then.
+    /// Whether it hashes what it sends: it then ignores the digest given to [`send`](Self::send).
     fn hashes(&self) -> bool {
         false
     }
 
-    /// Whether it sends [`Payload::Device`]; what lies on a GPU must be copied to this process first otherwise.
+    /// Whether it sends [`Payload::Device`]; otherwise payloads on a GPU must be copied to this process first.
     fn takes_device(&self) -> bool {
         false
     }
 
-    /// Waits until the chain fails; pending while it lives. Lets a leader that waits for its trainer hear at once of a lost member.
+    /// Waits until the chain fails; pending while it works. So a leader that waits for its trainer learns at once of a lost member.
     async fn failed(&mut self) -> TransportError;
 
     /// Ends the stream and waits until every member of the chain confirmed that it stored all of it.
     async fn finish(self: Box<Self>) -> Result<(), TransportError>;
 }
 
-/// Decides which incoming streams are let in; implemented by the agent. Called on a task of the runtime: must not block.
+/// Decides which incoming streams are admitted; the agent implements it. Called on a task of the runtime: must not block.
 pub trait Admission: Send + Sync {
-    /// Checks epoch, secret, receiver, sender and the use of TLS, and answers where the stream's buckets go. Probes get a store that keeps
-    /// nothing. `peer` is whom the certificate of the connection names; none without TLS.
+    /// Checks epoch, secret, receiver, sender and the use of TLS, and returns the store of the stream's buckets. Probes get a store that
+    /// keeps nothing. `peer` is the identity in the connection's certificate; `None` without TLS.
     fn admit(&self, hello: &DataHello, peer: Option<&PeerIdentity>) -> Result<Arc<dyn BucketStore>, Refusal>;
 
-    /// Whether a member of the group has that address: its connections go before those of strangers.
+    /// Whether a member of the group has that address: its connections take precedence over those of strangers.
     fn expects(&self, _from: IpAddr) -> bool {
         false
     }
 }
 
-/// What a store wants of a stream whose payloads travel between GPUs.
+/// What a store requires of a stream whose payloads travel between GPUs.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Wants {
     /// Its bytes, by [`BucketStore::write`].
     #[default]
     Bytes,
-    /// The memory of this member's GPUs that buckets landed in, by [`BucketStore::device`].
+    /// The memory of this member's GPUs that contains the buckets, by [`BucketStore::device`].
     Device,
     /// Nothing: the member only takes part.
     Nothing,
 }
 
-/// A bucket that lies whole in memory of this member's GPUs, and whose digest agrees with the leader's.
+/// A complete bucket in memory of this member's GPUs, whose digest agrees with the leader's.
 pub struct DeviceBucket {
-    /// Where it belongs.
+    /// Its place in the stream.
     pub header: BucketHeader,
-    /// One slot a GPU, in the order of the member's ranks; each holds all of it. Dropping them frees them: while a store keeps them,
-    /// less can be under way.
+    /// One slot for each GPU, in the order of the member's ranks; each holds all of it. Dropping them frees them: while a store keeps them,
+    /// fewer buckets can be in flight.
     pub slots: Vec<Slot>,
-    /// gsum64 of the parts that [`BucketStore::digest_parts`] asked for, computed on the first GPU.
+    /// gsum64 of the parts from [`BucketStore::digest_parts`], computed on the first GPU.
     pub shares: Vec<u64>,
 }
 
-/// How a whole stream came to one member, as it measured it.
+/// The transfer of a whole stream to one member, as it measured it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Transfer {
-    /// The member that sent it; none where all ranks receive from the leader at once.
+    /// The member that sent it; `None` if all ranks receive from the leader at once.
     pub from: Option<MemberName>,
     /// How the bytes travelled.
     pub by: TransportKind,
@@ -272,64 +272,64 @@ pub struct Transfer {
     pub took: Duration,
 }
 
-/// Most bytes that a transport writes into a store after it was informed that there is room.
+/// Most bytes that a transport writes into a store after the store reported room.
 pub const MOST_AT_ONCE: u64 = 1 << 20;
 
-/// Takes what arrives; implemented by the agent. Calls come in order from one task, and may block for a memory copy only: a call that
-/// blocks longer than the silence of the hello makes this member the silent one. After an `Err`, and after `end`, nothing follows.
+/// Stores what arrives; the agent implements it. Calls come in order from one task, and may block for a memory copy only: a call that
+/// blocks longer than the silence of the hello makes this member the silent one. No call follows an `Err` or `end`.
 pub trait BucketStore: Send + Sync {
-    /// A part of a bucket, at its place in the stream of the layout, while the bucket still arrives; a few hundred KiB at most.
-    /// Its bytes are proven only when `complete` follows for its bucket.
+    /// A part of a bucket, at its place in the stream of the layout, while the bucket still arrives; a few hundred KiB at most. Its bytes
+    /// are proven only by `complete` for its bucket.
     fn write(&self, offset: u64, part: &[u8]) -> Result<(), Refusal>;
 
-    /// Returns when the next [`MOST_AT_ONCE`] bytes can be written; a transport asks before it gives more, and lets its sender wait meanwhile.
-    /// A store that must not wait for ever says no to what comes instead.
+    /// Returns when the next [`MOST_AT_ONCE`] bytes can be written. A transport calls this before it writes more, and lets its sender wait
+    /// meanwhile. A store that must not wait without end refuses the next bytes instead.
     fn room(&self) -> BoxFuture<'_, ()> {
         Box::pin(std::future::ready(()))
     }
 
-    /// What it wants of payloads that travel between GPUs; the same during a stream.
+    /// Its requirement for payloads that travel between GPUs; constant during a stream.
     fn wants(&self) -> Wants {
         Wants::Bytes
     }
 
-    /// What is to be digested of a bucket on the GPU, besides the bucket itself, for a store that wants [`Wants::Device`].
+    /// Parts of a bucket that the GPU must digest, in addition to the bucket itself, for a store that requires [`Wants::Device`].
     fn digest_parts(&self, _header: &BucketHeader) -> Vec<DigestPart> {
         Vec::new()
     }
 
-    /// Takes a whole bucket in the memory of GPUs; `complete` follows at once. Must not block.
+    /// Takes a complete bucket in GPU memory; `complete` follows at once. Must not block.
     fn device(&self, bucket: DeviceBucket) -> Result<(), Refusal> {
         let message = format!("bucket {} came in GPU memory, which is not used here", bucket.header.sequence);
         Err(Refusal { code: weightsync_core::protocol::RefusalCode::Internal, message })
     }
 
-    /// A whole bucket arrived; `digest` is what was computed here and already agrees with what the sender said.
+    /// A complete bucket arrived; `digest` was computed here and agrees with the sender's.
     fn complete(&self, header: &BucketHeader, digest: u128) -> Result<(), Refusal>;
 
-    /// How the whole stream came; called once, right before [`end`](Self::end).
+    /// The transfer of the whole stream; called once, just before [`end`](Self::end).
     fn measured(&self, _transfer: &Transfer) {}
 
-    /// The stream ended as it should. What becomes of members further down the chain is the leader's matter.
+    /// The stream ended normally. Later members of the chain are the leader's responsibility.
     fn end(&self) -> Result<(), Refusal>;
 
     /// The stream broke.
     fn broken(&self, fault: Fault<'_>, cause: &str);
 }
 
-/// Who ended a stream that broke, as far as this member can tell.
+/// The cause of a broken stream, as far as this member knows it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fault<'a> {
-    /// No member: the leader gave the stream up, or a communicator failed.
+    /// No member: the leader cancelled the stream, or a communicator failed.
     NoOne,
-    /// This member refused the stream or a part of it. It lives.
+    /// This member refused the stream or a part of it. It still runs.
     Refused(&'a MemberName),
-    /// This member could not be reached, closed its connection, was silent, or got other bytes than were sent.
+    /// This member could not be reached, closed its connection, was silent, or received other bytes than were sent.
     Lost(&'a MemberName),
 }
 
 impl<'a> Fault<'a> {
-    /// The member, where it is one.
+    /// The member, if there is one.
     pub fn peer(self) -> Option<&'a MemberName> {
         match self {
             Self::NoOne => None,

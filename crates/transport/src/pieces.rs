@@ -2,7 +2,7 @@
 
 use bytes::Bytes;
 
-/// A part of some bytes; what lies after their end is left out.
+/// A part of some bytes, without what lies after their end.
 pub(super) fn cut(bytes: &Bytes, offset: u64, length: u64) -> Bytes {
     let place = |at: u64| usize::try_from(at).unwrap_or(usize::MAX).min(bytes.len());
     bytes.slice(place(offset)..place(offset.saturating_add(length)))

@@ -1,9 +1,9 @@
-//! The TCP data path: a pipelined chain, where every member forwards a bucket while it still arrives.
+//! The TCP data path: a pipelined chain, in which every member forwards a bucket while it still arrives.
 //!
-//! Each hop is one connection: hello, frames down the chain, answers up (`frame`); between large machines further ones (lanes), over which
-//! the frames are laid block by block, so that several cores send, hash and receive (`route`, `inlet`). A member that lives says so four
-//! times in each silence, whether bytes move or not, so anyone who is quiet is the one at fault and not the one in front of it. The first
-//! failure travels both ways and names the member. This file listens and opens; it never decides who is let in ([`Admission`] does).
+//! Each hop is one connection: hello, frames down the chain, replies up (`frame`). Between large machines it has further ones (lanes).
+//! Frames are spread over them block by block, so that several cores send, hash and receive (`route`, `inlet`). A running member sends four
+//! signs of life in each silence limit, whether bytes move or not. So a silent member is at fault, and not the member before it. The first
+//! failure travels in both directions and names the member. This file listens and opens; [`Admission`] decides which streams are admitted.
 
 mod downstream;
 mod frame;
@@ -39,10 +39,10 @@ use socket::Opening;
 use strangers::Strangers;
 use weightsync_core::protocol::{DataHello, MemberName, StreamFailure};
 
-/// Finds the name that a member's certificate must carry.
+/// Returns the name that a member's certificate must have.
 pub type ServerNames = Arc<dyn Fn(&MemberName) -> Option<ServerName<'static>> + Send + Sync>;
 
-/// TLS of the data path; used for streams whose hello asks for it.
+/// TLS of the data path, for streams whose hello requests it.
 #[derive(Clone)]
 #[allow(missing_docs)]
 pub struct DataTls {
@@ -54,23 +54,23 @@ pub struct DataTls {
 /// How a member listens and connects.
 #[derive(Clone)]
 pub struct TcpOptions {
-    /// None refuses streams that ask for TLS.
+    /// `None` refuses streams that request TLS.
     pub tls: Option<DataTls>,
-    /// Connections at once that have not shown a hello yet, half as many from one address; the oldest makes room for the next.
+    /// Most connections without a hello, half as many from one address; the oldest is closed for the next.
     pub max_strangers: usize,
-    /// Streams at once that were admitted; more are refused.
+    /// Most admitted streams; more are refused.
     pub max_streams: usize,
-    /// A connection must have sent a byte after this long.
+    /// Deadline for the first byte of a connection.
     pub first_byte: Duration,
-    /// A connection must have shown its hello after this long.
+    /// Deadline for the hello of a connection.
     pub hello_timeout: Duration,
     /// Length of a receive buffer in bytes.
     pub receive_buffer: usize,
     /// Receive buffers of one stream: how far a member reads ahead of what it forwarded.
     pub receive_buffers: usize,
-    /// Connections of one stream on one hop, at most; the smaller wish of both ends counts. One for each four cores by default, at most four.
+    /// Most connections of one stream on one hop; the smaller wish of both ends counts. By default one for each four cores, at most four.
     pub lanes: usize,
-    /// Buckets that a leader may have given to an open chain and that are not sent yet.
+    /// Most buckets that a leader may have given to an open chain and that are not sent yet.
     pub buckets_in_flight: usize,
 }
 
@@ -90,7 +90,7 @@ impl Default for TcpOptions {
     }
 }
 
-/// A member that is reached over TCP. Dropping it closes its listener and every stream into it.
+/// A member on TCP. Dropping it closes its listener and every stream into it.
 pub struct TcpTransport {
     address: SocketAddr,
     options: Arc<TcpOptions>,
@@ -99,7 +99,7 @@ pub struct TcpTransport {
 }
 
 impl TcpTransport {
-    /// Listens on `address` (port 0 takes a free one), so that [`Transport::address`] can be asked to others.
+    /// Listens on `address` (port 0 takes a free one), so that [`Transport::address`] can be sent to others.
     pub async fn bind(address: SocketAddr, admission: Arc<dyn Admission>, options: TcpOptions) -> Result<Self, TransportError> {
         let io = |source| TransportError::Io { what: format!("cannot listen on {address}"), source };
         let listener = TcpListener::bind(address).await.map_err(io)?;
@@ -122,12 +122,12 @@ impl TcpTransport {
 }
 
 impl TcpTransport {
-    /// What brings payloads that do not travel in the connections.
+    /// The carriers of payloads outside of the connections.
     pub(super) fn carrying(&self) -> &Carrying {
         &self.carrying
     }
 
-    /// Opens a chain for a leader whose payloads travel next to it.
+    /// Opens a chain for a leader whose payloads travel outside of it.
     pub(super) async fn open_alongside(&self, hello: DataHello, first: &str) -> Result<Downstream, TransportError> {
         let mut chain = Downstream::start(hello, first.to_owned(), self.options.clone(), Alive::ByItself, StreamFailure::Cancelled);
         chain.admitted().await?;
@@ -168,7 +168,7 @@ impl Server {
             match listener.accept().await {
                 Ok((stream, peer)) => self.take(stream, peer),
                 Err(error) => {
-                    // Out of file descriptors, most likely: others may be closed soon.
+                    // Most likely no file descriptor is left: others may be closed soon.
                     tracing::warn!(%error, "cannot accept a data connection");
                     sleep(Duration::from_millis(50)).await;
                 }

@@ -1,7 +1,7 @@
-//! The digests of a version's tensors, off the task that moves the bytes: blake3 is several times slower than a fast network, on one core.
+//! The digests of a version's tensors, off the task that moves the bytes: on one core, blake3 is several times slower than a fast network.
 //!
-//! Decides what a few threads of this process hash at once: blocks of one tensor, and of tensors after it, while later bytes still travel. At
-//! most [`AHEAD`] blocks a thread are copied and not hashed yet; anyone who feeds faster waits. The faster algorithms are computed at once.
+//! Decides what a few threads of this process hash at once: blocks of one tensor, and of later tensors, while more bytes travel. At most
+//! [`AHEAD`] blocks for each thread are copied and not hashed yet; a faster caller waits. The faster algorithms are computed at once.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, OnceLock};
@@ -13,23 +13,23 @@ use weightsync_core::weights::{
     BlockValue, DigestAlgorithm, Layout, TREE_BLOCK, TensorHasher, TensorHasherError, block_bytes, tree_digest,
 };
 
-/// Blocks a thread that may wait to be hashed.
+/// Most blocks for each thread that wait to be hashed.
 const AHEAD: usize = 4;
-/// Longest wait for blocks that were given to the threads; each takes about a millisecond.
+/// Longest wait for blocks in the threads; each takes about a millisecond.
 const LATE: Duration = Duration::from_secs(60);
 
-/// Per-tensor digests of a stream that is fed in order, in parts of any length; see [`TensorHasher`].
+/// Digests of the tensors of a stream that arrives in order, in parts of any length; see [`TensorHasher`].
 pub struct TensorDigests(Inner);
 
 enum Inner {
-    /// By anyone who feeds.
+    /// On the caller's thread.
     Here(Box<TensorHasher>),
-    /// By the threads.
+    /// On the pool's threads.
     Spread(Spread),
 }
 
 impl TensorDigests {
-    /// Nothing fed yet.
+    /// Digests without bytes.
     pub fn new(layout: Arc<Layout>, algorithm: DigestAlgorithm) -> Self {
         match (algorithm, pool()) {
             (DigestAlgorithm::Blake3, Some(pool)) => Self(Inner::Spread(Spread::new(layout, pool))),
@@ -37,7 +37,7 @@ impl TensorDigests {
         }
     }
 
-    /// Bytes fed so far.
+    /// Bytes taken so far.
     pub fn position(&self) -> u64 {
         match &self.0 {
             Inner::Here(hasher) => hasher.position(),
@@ -61,7 +61,7 @@ impl TensorDigests {
         }
     }
 
-    /// The digests of the tensors that ended, in layout order. Blocks until the threads are done with what was fed.
+    /// The digests of the complete tensors, in layout order. Blocks until the threads have hashed everything so far.
     pub fn ended(&mut self) -> Result<&[u128], TensorHasherError> {
         match &mut self.0 {
             Inner::Here(hasher) => Ok(hasher.ended()),
@@ -69,7 +69,7 @@ impl TensorDigests {
         }
     }
 
-    /// The digest of every tensor in layout order, once the whole stream was fed. Blocks as [`ended`](Self::ended) does.
+    /// The digest of every tensor in layout order, after the whole stream. Blocks as [`ended`](Self::ended) does.
     pub fn finish(self) -> Result<Vec<u128>, TensorHasherError> {
         match self.0 {
             Inner::Here(hasher) => hasher.finish(),
@@ -81,7 +81,7 @@ impl TensorDigests {
 struct Spread {
     layout: Arc<Layout>,
     position: u64,
-    /// The tensor that is being fed, and the number of its block that is.
+    /// The present tensor, and the number of its present block.
     tensor: usize,
     number: u64,
     block: Vec<u8>,
@@ -90,7 +90,7 @@ struct Spread {
     work: Arc<Work>,
 }
 
-/// What the threads do for one stream.
+/// The threads' work for one stream.
 #[derive(Default)]
 struct Work {
     state: Mutex<State>,
@@ -99,11 +99,11 @@ struct Work {
 
 #[derive(Default)]
 struct State {
-    /// Blocks that were given and are not hashed.
+    /// Blocks that are not hashed yet.
     open: usize,
-    /// Values of the tensors that have no digest yet, the first of them in front.
+    /// Values of the tensors without a digest, the first of them in front.
     values: VecDeque<Vec<Option<BlockValue>>>,
-    /// Tensors in front of those.
+    /// Number of tensors before those.
     taken: usize,
     /// Memory to use again.
     spare: Vec<Vec<u8>>,
@@ -145,7 +145,7 @@ impl Spread {
         Ok(())
     }
 
-    /// Gives the block that is whole to the threads.
+    /// Passes the complete block to the threads.
     fn give(&mut self, tensor_bytes: u64) -> Result<(), TensorHasherError> {
         let mut state = self.work.state.lock();
         let most = AHEAD * self.pool.threads;
@@ -171,7 +171,7 @@ impl Spread {
     }
 
     fn ended(&mut self) -> Result<&[u128], TensorHasherError> {
-        // Tensors without bytes that end here are none of the stream's parts.
+        // Tensors without bytes that end here are no part of the stream.
         self.update(&[])?;
         let mut state = self.work.state.lock();
         if self.work.changed.wait_while_for(&mut state, |state| state.open > 0, LATE).timed_out() {
@@ -234,7 +234,7 @@ impl Job {
     }
 }
 
-/// The threads of this process that hash.
+/// The hashing threads of this process.
 struct Pool {
     threads: usize,
     queue: Arc<Queue>,
@@ -246,7 +246,7 @@ struct Queue {
     there: Condvar,
 }
 
-/// One thread for each four cores, at most four. None when not one can be started.
+/// One thread for each four cores, at most four. `None` if no thread can be started.
 fn pool() -> Option<&'static Pool> {
     static POOL: OnceLock<Option<Pool>> = OnceLock::new();
     let started = POOL.get_or_init(|| {

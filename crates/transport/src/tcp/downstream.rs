@@ -1,7 +1,7 @@
-//! The connections to the next member of a chain: how they are made, what is answered, and whether the next member lives.
+//! The connections to the next member of a chain: how they are made, its replies, and whether it runs.
 //!
-//! Decides that the next member is unreachable, lost or silent; a failure that it reports itself wins over what its connections look
-//! like, so a write error waits for its last words. Never reads a bucket's bytes, and holds no more of them than it was given.
+//! Decides that the next member is unreachable, lost or silent. A failure that it reports itself takes precedence over the state of its
+//! connections, so a write error waits for its last message. Never reads a bucket's bytes, and holds no more of them than it was given.
 
 use std::future::pending;
 use std::io;
@@ -23,10 +23,10 @@ use super::socket::{self, Link};
 use super::writer::{Item, Life, send_items};
 use weightsync_core::protocol::{BucketHeader, DataHello, LentPiece, MemberName, StreamFailure};
 
-/// A stream that is given up still tells the next member why, within this long; and so long it has to say why it closed a connection.
+/// Time to send the next member the reason for a cancelled stream, and time for it to report why it closed a connection.
 const LAST_WORDS: Duration = Duration::from_millis(500);
 
-/// Where the rest of the chain stands.
+/// State of the rest of the chain.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Phase {
     Opening,
@@ -35,35 +35,36 @@ pub(super) enum Phase {
     Failed(StreamFailure),
 }
 
-/// Who shows the rest of the chain that this side lives while nothing else is to be sent.
+/// Who sends signs of life to the rest of the chain while nothing else is sent.
 pub(super) enum Alive {
-    /// The connection by itself: a leader may wait for its trainer as long as it likes.
+    /// The connection by itself: a leader may wait for its trainer without a limit.
     ByItself,
-    /// Only [`Downstream::alive`]: a member whose store blocks must look as silent as it is.
+    /// Only [`Downstream::alive`]: a member whose store blocks must appear silent.
     WhenReported,
 }
 
-/// The rest of the chain, seen from the member before it. Dropping it gives the stream up.
+/// The rest of the chain, seen from the previous member. Dropping it cancels the stream.
 pub(crate) struct Downstream {
     route: Route,
     phase: watch::Receiver<Phase>,
     abort: watch::Sender<Option<StreamFailure>>,
-    /// One for each connection that there may be.
+    /// One for each possible connection.
     alive: Vec<Arc<Notify>>,
     /// Numbers of lent pieces that the next member has copied.
     taken: Option<mpsc::UnboundedReceiver<u32>>,
     on_drop: StreamFailure,
 }
 
-/// How often a member that lives says so.
+/// Interval between signs of life of a running member.
 pub(super) fn alive_period(silence: Duration) -> Duration {
     (silence / 4).clamp(Duration::from_millis(5), Duration::from_secs(1))
 }
 
 impl Downstream {
-    /// Begins to open the rest of the chain: `hello.to` at `address` and all after it. `on_drop` is the message that it gets when this is dropped.
+    /// Begins to open the rest of the chain: `hello.to` at `address` and all later members. `on_drop` is the message that it gets when this
+    /// is dropped.
     pub(super) fn start(hello: DataHello, address: String, options: Arc<TcpOptions>, alive: Alive, on_drop: StreamFailure) -> Self {
-        // What travels next to the connection needs no others.
+        // Payloads outside of the connections need no further ones.
         let (route, to_send) = Route::new(if hello.carried.is_some() { 1 } else { options.lanes });
         let (phase_sender, phase) = watch::channel(Phase::Opening);
         let (abort, aborted) = watch::channel(None);
@@ -80,18 +81,18 @@ impl Downstream {
         Self { route, phase, abort, alive: reported, taken: Some(taken), on_drop }
     }
 
-    /// Shows the rest of the chain that this member lives; does nothing while there is something to send.
+    /// Sends a sign of life to the rest of the chain; has no effect while there is something to send.
     pub(super) fn alive(&self) {
         self.alive.iter().for_each(|reported| reported.notify_one());
     }
 
-    // What is sent, once the rest of the chain was admitted. What is sent after a failure is dropped.
+    // The queue to the rest of the chain, used once it was admitted. Items after a failure are dropped.
 
     pub(crate) fn head(&mut self, header: BucketHeader) {
         self.route.head(header);
     }
 
-    /// The next bytes of a bucket; `sent` is dropped when they are on their way.
+    /// The next bytes of a bucket; `sent` is dropped when they are sent.
     pub(super) fn part(&mut self, part: Bytes, sent: Option<&Sent>) {
         self.route.part(part, sent);
     }
@@ -100,12 +101,12 @@ impl Downstream {
         self.route.digest(digest);
     }
 
-    /// Where the next bytes of the bucket lie in memory that was lent to the next member.
+    /// Place of the next bytes of the bucket in memory that was lent to the next member.
     pub(crate) fn lent(&mut self, piece: LentPiece) {
         self.route.lent(piece);
     }
 
-    /// The numbers of lent pieces that the next member has copied, as it says them; once.
+    /// Receiver of the numbers of lent pieces that the next member has copied; only once.
     pub(crate) fn taken(&mut self) -> Option<mpsc::UnboundedReceiver<u32>> {
         self.taken.take()
     }
@@ -118,7 +119,7 @@ impl Downstream {
     pub(super) async fn changed(&mut self) -> Phase {
         match self.phase.changed().await {
             Ok(()) => self.phase.borrow_and_update().clone(),
-            // The task is gone and said its last phase before.
+            // The task has ended and sent its last phase before.
             Err(_) => pending().await,
         }
     }
@@ -128,7 +129,7 @@ impl Downstream {
         self.until(|phase| *phase == Phase::Admitted).await
     }
 
-    /// Waits until the whole rest of the chain confirmed that it stored everything.
+    /// Waits until the rest of the chain confirmed that it stored everything.
     pub(crate) async fn done(&mut self) -> Result<(), StreamFailure> {
         self.until(|phase| *phase == Phase::Done).await
     }
@@ -150,7 +151,7 @@ impl Downstream {
         }
     }
 
-    /// Tells the rest of the chain why the stream is over.
+    /// Sends the rest of the chain the reason for the end of the stream.
     pub(crate) fn abort(&mut self, failure: StreamFailure) {
         self.abort.send_if_modified(|reported| {
             let first = reported.is_none();
@@ -166,13 +167,13 @@ impl Drop for Downstream {
     }
 }
 
-/// What is to be sent on one connection, and when it shows that this side lives.
+/// The queue of one connection, and its signs of life.
 struct Queue {
     items: mpsc::UnboundedReceiver<Item>,
     life: Life,
 }
 
-/// The task after a [`Downstream`].
+/// The task of a [`Downstream`].
 struct Connection {
     hello: DataHello,
     address: String,
@@ -218,7 +219,7 @@ impl Connection {
         let mut others = std::pin::pin!(self.other_lanes(more, queues));
         let answered = tokio::select! {
             outcome = &mut reading => outcome,
-            // All was said, or the connection broke: what the next member says last decides.
+            // Everything was sent, or the connection broke: the last message of the next member decides.
             _ = &mut writing => reading.await,
             failure = &mut others => match timeout(LAST_WORDS, &mut reading).await {
                 // It closed all connections because one broke.
@@ -229,7 +230,7 @@ impl Connection {
         answered.map_err(|(Broken::Said(failure) | Broken::Seen(failure))| failure)
     }
 
-    /// Opens the further connections that both sides agreed to, and sends on them; ends with the first failure.
+    /// Opens the further connections that both sides agreed on, and sends on them; ends with the first failure.
     async fn other_lanes(
         self: &Arc<Self>,
         agreed: oneshot::Receiver<(usize, StreamId)>,
@@ -258,7 +259,7 @@ impl Connection {
                 Ok(()) => return Ok(()),
                 Err(error) => error.to_string(),
             },
-            // No answers come on it: this is its end.
+            // No replies come on it: this is its end.
             read = reader.read(&mut answer) => read.err().map_or_else(|| "it closed the connection".to_owned(), |error| error.to_string()),
         };
         Err(lost(&self.hello.to, &self.hello.from, &named(cause)))
@@ -268,7 +269,7 @@ impl Connection {
         StreamFailure::Unreachable { peer: self.hello.to.clone(), cause }
     }
 
-    /// Makes a connection and begins it, or says why that is not possible.
+    /// Makes a connection and begins it, or returns why that is not possible.
     async fn connect(&self, begin: impl AsyncFnOnce(&mut Link) -> io::Result<()>) -> Result<Link, String> {
         let silence = Duration::from_millis(self.hello.silence_ms);
         let opened = timeout(silence, async {
@@ -283,7 +284,7 @@ impl Connection {
         }
     }
 }
-/// What the next member says, and what it means for the phase.
+/// The messages of the next member, and their effect on the phase.
 struct Answers<'a> {
     hello: &'a DataHello,
     silence: Duration,
@@ -291,20 +292,20 @@ struct Answers<'a> {
     count: &'a Count,
     /// Connections that this side would like to use.
     wanted: usize,
-    /// Reported once how many the next member agreed to.
+    /// Sends once how many the next member agreed to.
     agreed: Option<oneshot::Sender<(usize, StreamId)>>,
-    /// Who hears which lent pieces were copied, where payloads lie in lent memory.
+    /// Receives the numbers of copied lent pieces, if payloads are in lent memory.
     take: Option<&'a mpsc::UnboundedSender<u32>>,
 }
 
-/// Why no more answers come: said by the next member, or seen from its connection.
+/// Why no more replies come: reported by the next member, or seen from its connection.
 enum Broken {
     Said(StreamFailure),
     Seen(StreamFailure),
 }
 
 impl Answers<'_> {
-    /// Reads answers until the chain is done or failed.
+    /// Reads replies until the chain is done or failed.
     async fn read(mut self, mut reader: Reader) -> Result<(), Broken> {
         let DataHello { from, to, .. } = self.hello;
         let lost = |cause: String| Broken::Seen(lost(to, from, &cause));
@@ -331,7 +332,7 @@ impl Answers<'_> {
                         let _ = agreed.send((count, id));
                     }
                     Frame::Taken(number) if self.take.is_some() => {
-                        // A leader that waits no more has ended its stream.
+                        // A leader that no longer waits has ended its stream.
                         let _ = self.take.map(|take| take.send(number));
                     }
                     Frame::Admitted => _ = self.phase.send_replace(Phase::Admitted),
@@ -347,8 +348,8 @@ impl Answers<'_> {
     }
 }
 
-/// A connection ended in the middle. `peer` is at fault as far as this end can see, and the other end may see it the other way round: a
-/// connection that is reset looks the same from both. So anyone who reads of it reads of both.
+/// A connection ended in the middle. `peer` is at fault as far as this end can see; the other end may see it the other way round, because
+/// both see the same reset. So the message names both.
 pub(super) fn lost(peer: &MemberName, seen_by: &MemberName, cause: &str) -> StreamFailure {
     StreamFailure::Lost { peer: peer.clone(), cause: format!("its connection with {seen_by} ended: {cause}") }
 }

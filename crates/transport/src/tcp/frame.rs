@@ -1,17 +1,21 @@
 //! Frames of the TCP data path, both directions, and a parser that never waits and never copies a bucket's bytes.
 //!
 //! A frame is u32 kind, u32 length (both little-endian), then so many bytes. Towards the end of the chain: `Head` (24 bytes: a
-//! [`BucketHeader`]), `Part`s, `Digest` (16 bytes, little-endian), ..., `End`. Towards the leader: `Admitted`, `Done`. Both ways: `Alive`,
-//! `Failure` (JSON: [`StreamFailure`]). A bucket is cut into parts as the sender likes, so a sign of life or a failure fits anywhere.
-//! Where payloads lie in lent memory: towards the end of the chain `Lent` (24 bytes: a [`LentPiece`]) after its head, towards the leader
-//! `Taken` (u32: the number of a piece whose slot may be written again).
-//! A stream over several connections (lanes): the answer `Lanes` (u32 number of lanes, 16 bytes that name the stream) before all others;
-//! after a `Cut`, sent after each block of a bucket ([`weightsync_core::weights::BLOCK_BYTES`]), the frames go on on the next lane, in a ring.
+//! [`BucketHeader`]), `Part`s, `Digest` (16 bytes, little-endian), ..., `End`. Towards the leader: `Admitted`, `Done`. In both directions:
+//! `Alive`,
+//! `Failure` (JSON: [`StreamFailure`]). The sender may cut a bucket into any parts, so a sign of life or a failure fits anywhere.
+//!
+//! Payloads in lent memory: towards the end of the chain `Lent` (24 bytes: a [`LentPiece`]) after its head, towards the leader
+//! `Taken` (u32: the number of a piece whose slot may be reused).
+//!
+//! A stream over several connections (lanes): the reply `Lanes` (u32 number of lanes, 16 bytes that name the stream) before all others. A
+//! `Cut` follows each block of a bucket ([`weightsync_core::weights::BLOCK_BYTES`]). After it, the frames continue on the next lane, in a
+//! ring.
 
 use super::lanes::StreamId;
 use weightsync_core::protocol::{BucketHeader, LentPiece, StreamFailure};
 
-/// Longest part in bytes; nothing is allocated by it.
+/// Longest part in bytes; memory is not allocated by it.
 const LONGEST_PART: usize = 64 << 20;
 /// Longest failure in bytes.
 const LONGEST_FAILURE: usize = 64 << 10;
@@ -29,7 +33,7 @@ const LANES: u32 = 10;
 const LENT: u32 = 11;
 const TAKEN: u32 = 12;
 
-/// A frame, or for [`Frame::Part`] as much of it as is there.
+/// A frame, or for [`Frame::Part`] the available bytes of it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Frame<'a> {
     Head(BucketHeader),
@@ -75,7 +79,7 @@ impl Frame<'_> {
     }
 }
 
-/// Appends the start of a part of so many bytes, which the caller sends after it.
+/// Appends the start of a part of so many bytes; the caller sends the bytes after it.
 pub(super) fn put_part_start(wire: &mut Vec<u8>, length: usize) {
     put_start(wire, PART, length);
 }
@@ -90,17 +94,17 @@ fn put_start(wire: &mut Vec<u8>, kind: u32, length: usize) {
     wire.extend_from_slice(&u32::try_from(length).unwrap_or(u32::MAX).to_le_bytes());
 }
 
-/// Cuts what arrives, however it was cut on the way, into frames.
+/// Splits the received bytes into frames, however they were split on the way.
 #[derive(Default)]
 pub(super) struct Parser {
-    /// A frame other than a part, as far as it is there.
+    /// The received bytes of a frame other than a part.
     small: Vec<u8>,
-    /// Bytes of the present part that are still to come.
+    /// Missing bytes of the present part.
     part_left: usize,
 }
 
 impl Parser {
-    /// The next frame of `input`, which is moved forward; none when it is used up.
+    /// The next frame of `input`, which is advanced; `None` when it is used up.
     pub(super) fn next<'a>(&mut self, input: &mut &'a [u8]) -> Result<Option<Frame<'a>>, BadFrame> {
         loop {
             if self.part_left > 0 {
@@ -141,7 +145,7 @@ impl Parser {
         }
     }
 
-    /// Whether `small` holds `wanted` bytes after taking what it lacks.
+    /// Takes missing bytes, and returns whether `small` has `wanted` bytes.
     fn fill(&mut self, input: &mut &[u8], wanted: usize) -> bool {
         let lacking = wanted.saturating_sub(self.small.len());
         self.small.extend_from_slice(take(input, lacking));
@@ -175,7 +179,7 @@ impl Parser {
     }
 }
 
-/// The first `wanted` bytes of `input`, or all there are; `input` is moved after them.
+/// The first `wanted` bytes of `input`, or all of them; `input` is advanced.
 fn take<'a>(input: &mut &'a [u8], wanted: usize) -> &'a [u8] {
     let (taken, rest) = input.split_at_checked(wanted).unwrap_or((input, &[]));
     *input = rest;

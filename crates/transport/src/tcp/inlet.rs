@@ -1,8 +1,8 @@
-//! What comes from the member before: over one connection, read by the task that works on it, or over several, each read and hashed by a
-//! task of its own and put in order here.
+//! The input from the previous member. One connection is read by the task that processes it. Several are each read and hashed by a task of
+//! their own, and put in order here.
 //!
-//! Decides when the other side is silent, and which connection the stream goes on on. Never looks into a bucket, and reads no further
-//! ahead than its buffers allow.
+//! Decides when the other side is silent, and on which connection the stream continues. Never reads a bucket's content, and reads no
+//! further ahead than its buffers allow.
 
 use std::io;
 use std::sync::Arc;
@@ -25,10 +25,10 @@ use weightsync_core::weights::BlockHasher;
 pub(super) type Reader = Box<dyn AsyncRead + Send + Unpin>;
 pub(super) type Writer = Box<dyn AsyncWrite + Send + Unpin>;
 
-/// Events of one lane that no one took yet; its bytes are limited by its buffers.
+/// Most events of one lane in the queue; its buffers limit the bytes.
 const EVENTS: usize = 64;
 
-/// Why no more comes.
+/// Why no more input comes.
 pub(super) enum Over {
     Closed(String),
     Silent,
@@ -40,21 +40,21 @@ pub(super) enum Over {
 pub(super) enum Event {
     Head(BucketHeader),
     Part(Bytes),
-    /// The digest of the parts since the block before.
+    /// The digest of the parts since the previous block.
     Block(u128),
     Digest(u128),
     End,
     Over(Over),
 }
 
-/// What comes from the member before.
+/// The input from the previous member.
 pub(super) enum Inlet {
     One(One),
     Many(Many),
 }
 
 pub(super) enum Arrived {
-    /// So many bytes lie in the buffer of the one connection.
+    /// Number of bytes in the buffer of the one connection.
     Bytes(usize),
     Event(Event),
     Lane,
@@ -73,7 +73,7 @@ impl Inlet {
         }
     }
 
-    /// Whether all its connections are there.
+    /// Whether all its connections exist.
     pub(super) fn whole(&self) -> bool {
         match self {
             Self::One(_) => true,
@@ -89,7 +89,7 @@ impl Inlet {
     }
 }
 
-/// Buffers of a stream: how many there are at most, and how long each is.
+/// Number and length of the buffers of a stream.
 #[derive(Clone, Copy)]
 pub(super) struct Room {
     pub(super) buffers: usize,
@@ -111,11 +111,11 @@ impl One {
         Self { parser: Parser::default(), buffer: None, reader, pool, deadline: Instant::now() + silence, silence }
     }
 
-    /// Waits for a buffer, then for bytes at its start: how many. Dropping the future loses nothing.
+    /// Waits for a buffer, then for bytes at its start; returns their number. Dropping the future loses nothing.
     pub(super) async fn next(&mut self) -> Result<usize, Over> {
         if self.buffer.is_none() {
             self.buffer = Some(self.pool.take().await);
-            // As long as we could not read, it was not the other side that was silent.
+            // While we could not read, the other side was not the silent one.
             self.deadline = Instant::now() + self.silence;
         }
         let Some(buffer) = self.buffer.as_mut() else { return Err(Over::Closed("no buffer".to_owned())) };
@@ -130,14 +130,14 @@ impl One {
 }
 
 pub(super) struct Many {
-    /// The events of each lane; none while its connection is not there.
+    /// The events of each lane; `None` until its connection exists.
     lanes: Vec<Option<mpsc::Receiver<Event>>>,
     current: usize,
     expected: Option<Expected>,
-    /// When all connections must be there.
+    /// Deadline for all connections.
     by: Instant,
     tasks: JoinSet<()>,
-    /// Held open: nothing is said on them.
+    /// Kept open; nothing is sent on them.
     writers: Vec<Writer>,
     room: Room,
     silence: Duration,
@@ -153,9 +153,9 @@ impl Heard {
         *self.0.lock() = Instant::now();
     }
 
-    /// What the silence of one connection means: the other side may live, and a path between be dead.
+    /// The meaning of a connection's silence: the other side may run, while a path between is broken.
     fn silent(&self, silence: Duration) -> Over {
-        // A side that lives says so on each connection four times in each silence; a busy machine may say it late.
+        // A running side sends four signs of life in each silence limit on each connection; a busy machine may be late.
         if self.0.lock().elapsed() < silence * 2 / 3 {
             Over::Closed(format!("no byte for {silence:?} while others moved"))
         } else {
@@ -165,7 +165,7 @@ impl Heard {
 }
 
 impl Many {
-    /// A stream over `lanes` connections, of which the first is there.
+    /// A stream over `lanes` connections, of which the first exists.
     pub(super) fn new(first: Reader, lanes: usize, expected: Expected, room: Room, silence: Duration) -> Self {
         // All lanes together read as far ahead as one connection would.
         let room = Room { buffers: (room.buffers / lanes.max(1)).max(2), ..room };
@@ -188,7 +188,7 @@ impl Many {
         self.expected.is_none()
     }
 
-    /// The next piece; none when another connection came. Dropping the future loses nothing.
+    /// The next piece; `None` when another connection came. Dropping the future loses nothing.
     pub(super) async fn next(&mut self) -> Option<Event> {
         let Some(expected) = self.expected.as_mut() else { return Some(event(&mut self.lanes, &mut self.current).await) };
         tokio::select! {
@@ -221,14 +221,14 @@ impl Many {
         }
     }
 
-    /// Reads and throws away what still comes.
+    /// Reads and discards the remaining input.
     pub(super) async fn drain(mut self) {
         self.lanes.clear();
         while self.tasks.join_next().await.is_some() {}
     }
 }
 
-/// The next event of the lane that the stream is on.
+/// The next event of the stream's present lane.
 async fn event(lanes: &mut [Option<mpsc::Receiver<Event>>], current: &mut usize) -> Event {
     let Some(Some(lane)) = lanes.get_mut(*current) else { return std::future::pending().await };
     let event = lane.recv().await;
@@ -251,18 +251,18 @@ async fn read_lane(lane: usize, mut reader: Reader, pool: Pool, events: mpsc::Se
     if let Some(over) = over {
         let _ = events.send(Event::Over(over)).await;
     }
-    // So that closing the connection does not overtake what was said on another one.
+    // So the closed connection does not overtake the messages on another one.
     events.closed().await;
     drain(&mut reader).await;
 }
 
-/// None when no one wants more.
+/// `None` when no receiver is left.
 async fn pass(reader: &mut Reader, pool: Pool, events: &mpsc::Sender<Event>, silence: Duration, heard: &Heard) -> Option<Over> {
     let mut parser = Parser::default();
     let mut block = BlockHasher::new();
     loop {
         let mut buffer = pool.take().await;
-        // As long as we could not read, it was not the other side that was silent.
+        // While we could not read, the other side was not the silent one.
         let deadline = Instant::now() + silence;
         let length = match read(reader, buffer.data_mut(), deadline).await {
             Ok(length) => length,
@@ -283,7 +283,7 @@ async fn pass(reader: &mut Reader, pool: Pool, events: &mpsc::Sender<Event>, sil
                 Ok(Some(Frame::Digest(digest))) => Event::Digest(digest),
                 Ok(Some(Frame::End)) => Event::End,
                 Ok(Some(Frame::Failure(failure))) => return Some(Over::Failure(failure)),
-                // What travels next to connections has one of them only.
+                // Payloads outside of the connections use only one of them.
                 Ok(Some(Frame::Alive | Frame::Admitted | Frame::Done | Frame::Lanes(..) | Frame::Lent(_) | Frame::Taken(_))) => continue,
                 Err(bad) => return Some(Over::Bad(bad)),
             };
@@ -294,7 +294,7 @@ async fn pass(reader: &mut Reader, pool: Pool, events: &mpsc::Sender<Event>, sil
     }
 }
 
-/// Waits for bytes, and takes all that are there. Dropping the future loses nothing.
+/// Waits for bytes, and takes all available ones. Dropping the future loses nothing.
 async fn read(reader: &mut Reader, buffer: &mut [u8], deadline: Instant) -> Result<usize, Over> {
     let mut length = match timeout_at(deadline, reader.read(buffer)).await {
         Err(_) => return Err(Over::Silent),
@@ -302,18 +302,18 @@ async fn read(reader: &mut Reader, buffer: &mut [u8], deadline: Instant) -> Resu
         Ok(Ok(0)) => return Err(Over::Closed("it closed the stream in the middle".to_owned())),
         Ok(Ok(length)) => length,
     };
-    // TLS gives one record at a time: buffers that are nearly empty would be all that is read ahead.
+    // TLS gives one record at a time: otherwise, only nearly empty buffers would be read ahead.
     while let Some(free) = buffer.get_mut(length..).filter(|free| !free.is_empty()) {
         match reader.read(free).now_or_never() {
             Some(Ok(more)) if more > 0 => length += more,
-            // An end or an error is met again by the next call.
+            // The next call meets an end or an error again.
             _ => break,
         }
     }
     Ok(length)
 }
 
-/// Reads and throws away what still comes.
+/// Reads and discards the remaining input.
 async fn drain(reader: &mut Reader) {
     let mut rest = vec![0; 64 << 10];
     let nothing = async {

@@ -1,7 +1,7 @@
-//! How the further connections of a stream find it: a name that only the two ends of the hop know, asked to the one that was admitted.
+//! How the further connections of a stream find it: by a name that only the two ends of the hop know, sent to the admitted sender.
 //!
-//! Decides which connections belong to which stream. Anyone who does not show the name of a stream that waits here is a stranger, and is
-//! closed; it never decides who is let in, and never reads a byte after the name.
+//! Decides which connections belong to which stream. A connection without the name of a waiting stream is closed, as a stranger. It never
+//! decides which streams are admitted, and never reads a byte after the name.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -12,12 +12,12 @@ use tokio::sync::mpsc;
 use super::socket::Link;
 use weightsync_net::identity::PeerIdentity;
 
-/// Names one stream on one hop; cannot be guessed.
+/// Name of one stream on one hop; cannot be guessed.
 pub(super) type StreamId = [u8; 16];
 
-/// Connections of one hop where nothing else is said: one for each four cores, at most three. One core sends or receives a stream no faster
-/// than one copy in the kernel; on small machines more connections would only take turns. A fourth made a hop slower on 32 cores
-/// (3.2 GB/s instead of 5.2: `docs/benchmarks.md`).
+/// Default number of connections of one hop: one for each four cores, at most three. One core sends or receives a stream no faster than one
+/// copy in the kernel; on small machines, more connections would only alternate. A fourth made a hop slower on 32 cores (3.2 GB/s instead
+/// of 5.2: `docs/benchmarks.md`).
 pub(crate) fn default_lanes() -> usize {
     std::thread::available_parallelism().map_or(1, |cores| cores.get() / 4).clamp(1, 3)
 }
@@ -33,7 +33,8 @@ struct Place {
 }
 
 impl Meeting {
-    /// A stream waits for the lanes from 1 up to `lanes`, inside TLS or not and from the same peer as its first connection is.
+    /// Registers a stream that waits for the lanes from 1 up to `lanes`, with or without TLS and from the same peer as its first
+    /// connection.
     pub(super) fn open(&self, lanes: usize, secured: bool, peer: Option<PeerIdentity>) -> Expected {
         let id = uuid::Uuid::new_v4().into_bytes();
         let (links, coming) = mpsc::channel(lanes.max(1));
@@ -41,7 +42,7 @@ impl Meeting {
         Expected { id, coming, meeting: self.clone() }
     }
 
-    /// Gives a connection to the stream that waits for it; drops it when none does.
+    /// Passes a connection to its waiting stream; drops it if there is none.
     pub(super) fn give(&self, id: &StreamId, lane: usize, link: Link) -> bool {
         let table = self.0.lock();
         let place = table.get(id).filter(|place| (place.secured, &place.peer) == (link.secured, &link.peer));
@@ -49,7 +50,7 @@ impl Meeting {
     }
 }
 
-/// The end of a [`Meeting`] that waits; when dropped, the name is worth nothing any more.
+/// The waiting end of a [`Meeting`]; dropping it makes the name invalid.
 pub(super) struct Expected {
     pub(super) id: StreamId,
     coming: mpsc::Receiver<(usize, Link)>,
@@ -57,11 +58,11 @@ pub(super) struct Expected {
 }
 
 impl Expected {
-    /// The next connection and its lane. May be dropped without losing one.
+    /// The next connection and its lane. Dropping the future loses none.
     pub(super) async fn next(&mut self) -> (usize, Link) {
         match self.coming.recv().await {
             Some(link) => link,
-            // The sender lies in the table for as long as this lives.
+            // The sender is in the table while this exists.
             None => std::future::pending().await,
         }
     }

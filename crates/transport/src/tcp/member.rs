@@ -1,8 +1,8 @@
 //! One stream into this member: its bytes go to the store and, while they arrive, to the next member of the chain.
 //!
-//! Decides who is at fault when the stream stops: the member before (closed, silent), the one after (what its connection says), or this
-//! one (its store refused, a digest disagreed). One task, so a store that blocks makes this member silent instead of hiding after a
-//! timer that still ticks.
+//! Decides which member is at fault when the stream stops: the previous one (closed, silent), the next one (by its connection's message),
+//! or this one (its store refused, a digest disagreed). It is one task. So a store that blocks makes this member silent, and no separate
+//! timer hides that.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -24,19 +24,19 @@ use crate::{Admission, BucketStore};
 use weightsync_core::protocol::{DataHello, LentPiece, MemberName, Refusal, RefusalCode, StreamFailure};
 use weightsync_net::identity::PeerIdentity;
 
-/// Bounds of the silence that a hello may ask for.
+/// Limits of the silence in a hello.
 const SILENCE: std::ops::RangeInclusive<u64> = 10..=600_000;
-/// A failed stream is read on (and thrown away) for at most this long, so that closing it does not overtake the words that say why.
+/// A failed stream is read and discarded for at most this long, so that the close does not overtake the message with the reason.
 const LAST_WORDS: Duration = Duration::from_millis(500);
 
-/// What a stream that comes in meets.
+/// The checks and limits for an incoming stream.
 pub(super) struct Doors<'a> {
     pub(super) admission: &'a dyn Admission,
     pub(super) carrying: &'a Carrying,
     pub(super) meeting: &'a Meeting,
 }
 
-/// Serves one stream whose hello was read, to its end, over so many connections.
+/// Serves one stream after its hello, to its end, over so many connections.
 pub(super) async fn serve(
     link: Link,
     hello: DataHello,
@@ -98,15 +98,15 @@ fn admit(
     admission.admit(hello, peer)
 }
 
-/// What is said to the member before.
+/// The messages to the previous member.
 struct Upstream {
-    /// None once it broke.
+    /// `None` once it broke.
     writer: Option<Writer>,
     silence: Duration,
 }
 
 impl Upstream {
-    /// Says something to the member before. That it cannot be said is seen by reading.
+    /// Sends a message to the previous member. The reader notices a failure.
     async fn say(&mut self, frame: Frame<'_>) {
         let Some(writer) = self.writer.as_mut() else { return };
         let mut wire = Vec::new();
@@ -120,7 +120,7 @@ impl Upstream {
         }
     }
 
-    /// Closes so that what was said arrives: a socket closed with unread bytes in it is reset.
+    /// Closes so that the last message arrives: a socket that is closed with unread bytes is reset.
     async fn close(mut self, inlet: Inlet) {
         let _ = timeout(LAST_WORDS, async {
             if let Some(writer) = self.writer.as_mut() {
@@ -132,7 +132,7 @@ impl Upstream {
     }
 }
 
-/// Why a session ends early, and whether the member before knows it already.
+/// Why a session ends early, and whether the previous member knows it already.
 struct Ending {
     failure: StreamFailure,
     reported: bool,
@@ -144,14 +144,14 @@ struct Session {
     upstream: Upstream,
     intake: Intake,
     carrier: Option<Box<dyn Carrier>>,
-    /// Whether the carrier says what the next member hears.
+    /// Whether the carrier gives the messages to the next member.
     relays: bool,
-    /// The end came while announced buckets were still on their way.
+    /// The end came while announced buckets were still in flight.
     end_came: bool,
     inlet: Inlet,
     downstream: Option<Downstream>,
     open_behind: bool,
-    /// Whether the member before was informed that the chain is open.
+    /// Whether the previous member was notified that the chain is open.
     admitted: bool,
 }
 
@@ -203,9 +203,9 @@ impl Session {
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut chain_done = self.downstream.is_none();
         self.admit().await;
-        // After the end, a member before that goes away is no failure any more.
+        // After the end, the loss of the previous member is no failure any more.
         let mut listening = true;
-        // The member before is not read while the store has no room: it waits then, and hears all the while that this one lives.
+        // While the store has no room, the previous member is not read. It waits then, and still receives signs of life.
         let (mut has_room, mut room) = (false, self.intake.room());
         while !(chain_done && self.intake.ended()) {
             tokio::select! {
@@ -229,13 +229,13 @@ impl Session {
                         Ok(Arrived::Bytes(length)) => self.take(length)?,
                         Ok(Arrived::Event(event)) => self.event(event)?,
                         Ok(Arrived::Lane) => self.admit().await,
-                        // After the end nothing more is awaited of the member before.
+                        // After the end, nothing more is expected of the previous member.
                         Err(Over::Closed(_) | Over::Silent) if self.intake.ended() || self.end_came => listening = false,
                         Err(over) => return Err(self.over(over)),
                     }
                     (has_room, room) = (false, self.intake.room());
                 }
-                // After what is read: heads that wait would hold up the broadcasts of all.
+                // Comes after the input: heads that wait would delay the broadcasts of all members.
                 carried = carried(&mut self.carrier) => match carried {
                     Carried::Taken(number) => self.upstream.say(Frame::Taken(number)).await,
                     carried => self.carried(carried)?,
@@ -245,14 +245,14 @@ impl Session {
         Ok(())
     }
 
-    /// Tells the member before that the chain is open, once it is.
+    /// Notifies the previous member that the chain is open, once it is.
     async fn admit(&mut self) {
         if self.open_behind && self.inlet.whole() && !std::mem::replace(&mut self.admitted, true) {
             self.upstream.say(Frame::Admitted).await;
         }
     }
 
-    /// Why nothing more comes from the member before.
+    /// Why nothing more comes from the previous member.
     fn over(&self, over: Over) -> Ending {
         match over {
             Over::Closed(cause) => Ending { failure: lost(&self.from, &self.me, &cause), reported: true },
@@ -270,7 +270,7 @@ impl Session {
         Ending { failure: StreamFailure::Refused { peer: self.me.clone(), refusal }, reported: false }
     }
 
-    /// Works on the first `length` bytes of the buffer of the one connection.
+    /// Processes the first `length` bytes of the buffer of the one connection.
     fn take(&mut self, length: usize) -> Result<(), Ending> {
         let Inlet::One(one) = &mut self.inlet else { return Ok(()) };
         let Some(buffer) = one.buffer.take() else { return Ok(()) };
@@ -313,7 +313,7 @@ impl Session {
         }
     }
 
-    /// Works on the next piece of the stream. The next member has its bytes before this one copies them.
+    /// Processes the next piece of the stream. The next member gets its bytes before this one copies them.
     fn event(&mut self, event: Event) -> Result<(), Ending> {
         self.begun()?;
         if let Some(downstream) = self.downstream.as_mut().filter(|_| !self.relays) {
@@ -349,7 +349,7 @@ impl Session {
         }
     }
 
-    /// The next bytes of the bucket lie in memory that was lent to this member.
+    /// Place of the next bytes of the bucket in memory that was lent to this member.
     fn lent(&mut self, piece: LentPiece) -> Result<(), Ending> {
         self.begun()?;
         let Some(carrier) = self.carrier.as_mut() else { return Err(self.nonsense("bytes in memory that was never lent")) };
@@ -357,7 +357,7 @@ impl Session {
         Ok(())
     }
 
-    /// Something that travelled next to the connection.
+    /// An event of a payload outside of the connection.
     fn carried(&mut self, carried: Carried) -> Result<(), Ending> {
         match carried {
             Carried::Part(offset, bytes) => self.intake.carried_part(offset, &bytes).map_err(here)?,
@@ -372,7 +372,7 @@ impl Session {
                     Relayed::Digest(digest) => downstream.digest(digest),
                 }
             }
-            // Said upstream by anyone who waits for it.
+            // The task that waits for it sends it upstream.
             Carried::Taken(_) => {}
         }
         if self.end_came && self.carrier.as_ref().is_some_and(|carrier| carrier.idle()) {
@@ -382,7 +382,7 @@ impl Session {
         Ok(())
     }
 
-    /// All that travelled next to the connection was given out, and the end came.
+    /// All payloads outside of the connection were passed on, and the end came.
     fn carried_end(&mut self) -> Result<(), Ending> {
         if let Some(downstream) = self.downstream.as_mut().filter(|_| self.relays) {
             downstream.end();
@@ -394,7 +394,7 @@ impl Session {
         Ok(())
     }
 
-    /// A member that sends before the chain is open does not know over how many connections.
+    /// A member that sends before the chain is open does not know the number of connections.
     fn begun(&self) -> Result<(), Ending> {
         if self.admitted { Ok(()) } else { Err(self.nonsense("the stream began before it was admitted")) }
     }
@@ -404,7 +404,7 @@ fn here(failure: StreamFailure) -> Ending {
     Ending { failure, reported: false }
 }
 
-/// What comes next next to the connection; never, when nothing does.
+/// The next event of payloads outside of the connection; pending without end if there are none.
 async fn carried(carrier: &mut Option<Box<dyn Carrier>>) -> Carried {
     match carrier {
         Some(carrier) => carrier.next().await,
@@ -412,7 +412,7 @@ async fn carried(carrier: &mut Option<Box<dyn Carrier>>) -> Carried {
     }
 }
 
-/// The next change of what comes after this member; never, when nothing is.
+/// The next change of the rest of the chain; pending without end if there is no next member.
 async fn changed(downstream: &mut Option<Downstream>) -> Phase {
     match downstream {
         Some(downstream) => downstream.changed().await,

@@ -1,6 +1,6 @@
-//! Receive buffers of one stream: few, large, used again, and given back when the last reader of their bytes is done.
+//! Receive buffers of one stream: few, large, reused, and returned when the last reader of their bytes is done.
 //!
-//! Decides how far a member may read ahead of what it forwarded; the bytes themselves are not its matter.
+//! Decides how far a member may read ahead of what it forwarded; it does not read the bytes.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use bytes::Bytes;
 use parking_lot::Mutex;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-/// A limited set of buffers of one size, made when first needed. The one used last is used next: it is in the cache.
+/// A limited set of buffers of one size, allocated when first needed. The one used last is used next: it is in the cache.
 #[derive(Clone)]
 pub(super) struct Pool {
     free: Arc<Mutex<Vec<Vec<u8>>>>,
@@ -23,14 +23,14 @@ impl Pool {
 
     /// A buffer; waits until one is free.
     pub(super) async fn take(&self) -> Buffer {
-        // The semaphore is never closed, and without a permit the buffer is merely not counted.
+        // The semaphore is never closed; without a permit, the buffer is merely not counted.
         let permit = self.permits.clone().acquire_owned().await.ok();
         let free = self.free.lock().pop();
         Buffer { data: free.unwrap_or_else(|| vec![0; self.size]), free: self.free.clone(), _permit: permit }
     }
 }
 
-/// A buffer of a [`Pool`], on loan.
+/// A borrowed buffer of a [`Pool`].
 pub(super) struct Buffer {
     data: Vec<u8>,
     free: Arc<Mutex<Vec<Vec<u8>>>>,
@@ -42,7 +42,7 @@ impl Buffer {
         &mut self.data
     }
 
-    /// The whole buffer as bytes that can be cut and sent on without a copy; it goes back when the last cut is dropped.
+    /// The whole buffer as bytes that can be split and sent without a copy; it returns when the last part is dropped.
     pub(super) fn freeze(self) -> Bytes {
         Bytes::from_owner(self)
     }

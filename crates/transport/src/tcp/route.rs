@@ -1,7 +1,7 @@
-//! Which connection a frame goes out on: all on one, or block by block on several, in a ring.
+//! The connection for each frame: all frames on one, or block by block on several, in a ring.
 //!
-//! Decides where a stream is cut. Both ends of a hop do the same by counting, so the order of the bytes needs no numbers on the wire. It
-//! never waits and never looks into a bucket.
+//! Decides where a stream is cut. Both ends of a hop decide alike by counting, so the order of the bytes needs no numbers on the wire. It
+//! never waits and never reads a bucket's content.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -13,10 +13,10 @@ use super::writer::Item;
 use weightsync_core::protocol::{BucketHeader, LentPiece};
 use weightsync_core::weights::BLOCK_BYTES;
 
-/// Held by whatever is not sent yet of a bucket.
+/// Held by all unsent parts of a bucket.
 pub(super) type Sent = Arc<OwnedSemaphorePermit>;
 
-/// How many connections a hop uses, once both ends agreed; one before.
+/// The number of connections of a hop, once both ends agreed; one before.
 #[derive(Clone)]
 pub(super) struct Count(Arc<AtomicUsize>);
 
@@ -30,17 +30,17 @@ impl Count {
     }
 }
 
-/// The stream on its way to the connections. Used only once the stream was admitted: both ends know their number then.
+/// The stream on its way to the connections. Used only after the stream was admitted: both ends know their number then.
 pub(super) struct Route {
     lanes: Vec<mpsc::UnboundedSender<Item>>,
     pub(super) count: Count,
     current: usize,
-    /// Bytes that the present block still takes.
+    /// Remaining bytes of the present block.
     left: usize,
 }
 
 impl Route {
-    /// Over at most so many connections; also what is to be sent on each.
+    /// A route over at most so many connections, and the queue of each.
     pub(super) fn new(lanes: usize) -> (Self, Vec<mpsc::UnboundedReceiver<Item>>) {
         let (lanes, to_send) = (0..lanes.max(1)).map(|_| mpsc::unbounded_channel()).unzip();
         (Self { lanes, count: Count(Arc::new(AtomicUsize::new(1))), current: 0, left: BLOCK_BYTES }, to_send)
@@ -88,7 +88,7 @@ impl Route {
 
     fn give(&self, item: Item) {
         if let Some(lane) = self.lanes.get(self.current) {
-            // What is sent after a failure is dropped.
+            // Items after a failure are dropped.
             let _ = lane.send(item);
         }
     }

@@ -1,9 +1,9 @@
-//! Connections of the TCP data path: made or accepted, with or without TLS, and what is said at their start.
+//! Connections of the TCP data path: made or accepted, with or without TLS, and their first bytes.
 //!
 //! A stream begins with the magic, u32 length and the hello (JSON, with the number of connections that the sender would like to use). A
-//! further connection of a stream begins with a magic of its own, 16 bytes that name the stream, and its u32 number from 1 on.
-//! Decides socket options and how much of a stranger is read: 4 bytes of magic, a length that is checked, and a hello that must be whole
-//! in time. Never decides who is let in.
+//! further connection of a stream begins with its own magic, 16 bytes that name the stream, and its u32 number from 1 on. Decides socket
+//! options and how much of a stranger is read: 4 bytes of magic, a checked length, and a hello that must be complete in time.
+//! [`crate::Admission`] decides which streams are admitted.
 
 use std::io;
 use std::sync::Arc;
@@ -29,7 +29,7 @@ pub(super) struct Link {
     pub(super) reader: Reader,
     pub(super) writer: Writer,
     pub(super) secured: bool,
-    /// Who the certificate of the other end names, where this end asked for one.
+    /// Identity in the certificate of the other end, if this end required one.
     pub(super) peer: Option<PeerIdentity>,
 }
 
@@ -80,10 +80,10 @@ pub(super) async fn connect(to: &MemberName, tls: bool, address: &str, options: 
     Ok(Link::secured(TlsConnector::from(tls.client.clone()).connect(name, stream).await?, None))
 }
 
-/// Takes a connection that came in; tells plain from TLS by its first byte.
+/// Takes an incoming connection; the first byte distinguishes TLS from plain.
 pub(super) async fn accept(stream: TcpStream, options: &TcpOptions) -> io::Result<Link> {
     stream.set_nodelay(true)?;
-    // Sizes of socket buffers are the kernel's: fixed ones were slower on both machines of docs/benchmarks.md.
+    // The kernel sizes the socket buffers: fixed sizes were slower on both machines of docs/benchmarks.md.
     let mut first = [0; 1];
     if timeout(options.first_byte, stream.peek(&mut first)).await.map_err(|_| io::ErrorKind::TimedOut)?? == 0 {
         return Err(io::ErrorKind::UnexpectedEof.into());
@@ -93,7 +93,7 @@ pub(super) async fn accept(stream: TcpStream, options: &TcpOptions) -> io::Resul
         (Some(tls), false) => {
             let stream = TlsAcceptor::from(tls.server.clone()).accept(stream).await?;
             let certificate = stream.get_ref().1.peer_certificates().and_then(<[_]>::first);
-            // One that names no one proves no sender: the admission refuses what it says.
+            // A certificate without an identity proves no sender: the admission refuses it.
             let peer = certificate.and_then(|certificate| PeerIdentity::of_certificate(certificate).ok());
             Ok(Link::secured(stream, peer))
         }
@@ -101,7 +101,7 @@ pub(super) async fn accept(stream: TcpStream, options: &TcpOptions) -> io::Resul
     }
 }
 
-/// Begins a stream, for which this side would like to use so many connections.
+/// Begins a stream for which this side would like to use so many connections.
 pub(super) async fn write_hello(link: &mut Link, hello: &DataHello, lanes: usize) -> io::Result<()> {
     let json = serde_json::to_vec(&Said { hello, lanes }).map_err(io::Error::other)?;
     let length = u32::try_from(json.len()).ok().filter(|length| *length <= MAX_HELLO_BYTES);
@@ -118,7 +118,7 @@ pub(super) async fn write_lane(link: &mut Link, id: &StreamId, lane: u32) -> io:
     link.writer.flush().await
 }
 
-/// Reads what a connection is for. Memory grows with the bytes that came, not with the length that was said.
+/// Reads the purpose of a connection. Memory grows with the received bytes, not with the claimed length.
 pub(super) async fn read_opening(link: &mut Link) -> io::Result<Opening> {
     let bad = |what: &str| io::Error::new(io::ErrorKind::InvalidData, what.to_owned());
     let mut magic = [0; 4];
@@ -141,13 +141,13 @@ pub(super) async fn read_opening(link: &mut Link) -> io::Result<Opening> {
     if json.len() as u64 != u64::from(length) {
         return Err(io::ErrorKind::UnexpectedEof.into());
     }
-    // The parser's words could quote the secret.
+    // The parser's message could quote the secret.
     let heard: Heard = serde_json::from_slice(&json).map_err(|_| bad("the hello makes no sense"))?;
     Ok(Opening::Stream(Box::new(heard.hello), heard.lanes))
 }
 
 impl DataTls {
-    /// One name for all members, for a verifier that knows them by other means.
+    /// One name for all members, for a verifier that identifies them by other means.
     pub fn one_name(server: Arc<rustls::ServerConfig>, client: Arc<rustls::ClientConfig>, name: ServerName<'static>) -> Self {
         Self { server, client, server_name: Arc::new(move |_| Some(name.clone())) }
     }

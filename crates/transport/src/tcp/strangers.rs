@@ -1,5 +1,5 @@
-//! Connections that have not shown a hello yet. Decides which of them ends when there are too many: of the same address first, then one that
-//! comes from no member's address, always the oldest. So strangers that say nothing never keep a member out.
+//! Connections that have not sent a hello yet. Decides which of them is closed when there are too many: first of the same address, then one
+//! from no member's address, always the oldest. So silent strangers never keep a member out.
 //!
 //! Counts only; it never reads from a connection.
 
@@ -10,7 +10,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use tokio_util::sync::CancellationToken;
 
-/// Those of one listener. Clones share them.
+/// The strangers of one listener. Clones share them.
 #[derive(Clone)]
 pub(super) struct Strangers(Arc<Mutex<Table>>);
 
@@ -32,7 +32,7 @@ impl Table {
         self.waiting.values().filter(|waiting| of(waiting)).count()
     }
 
-    /// Ends the oldest that `of` names; false when there is none.
+    /// Closes the oldest that `of` selects; false if there is none.
     fn evict(&mut self, of: impl Fn(&Waiting) -> bool) -> bool {
         let oldest = self.waiting.iter().find(|(_, waiting)| of(waiting)).map(|(id, _)| *id);
         let evicted = oldest.and_then(|id| self.waiting.remove(&id));
@@ -41,12 +41,12 @@ impl Table {
 }
 
 impl Strangers {
-    /// At most so many at once, and half as many from one address.
+    /// Room for so many, and half as many from one address.
     pub(super) fn new(most: usize) -> Self {
         Self(Arc::new(Mutex::new(Table { most, of_one: most.div_ceil(2), next: 0, waiting: BTreeMap::new() })))
     }
 
-    /// A place for a connection from that address; `expected` when a member has it. None when only members wait, and this is none.
+    /// A place for a connection from that address; `expected` if a member has it. `None` if only members wait, and this is no member.
     pub(super) fn enter(&self, from: IpAddr, expected: bool) -> Option<Stranger> {
         let from = from.to_canonical();
         let mut table = self.0.lock();
@@ -65,7 +65,7 @@ impl Strangers {
     }
 }
 
-/// A connection without a hello; no stranger any more when this is dropped.
+/// A connection without a hello; dropping this frees its place.
 pub(super) struct Stranger {
     strangers: Strangers,
     id: u64,
@@ -73,7 +73,7 @@ pub(super) struct Stranger {
 }
 
 impl Stranger {
-    /// Ends when another connection took its place.
+    /// Completes when another connection took its place.
     pub(super) fn evicted(&self) -> CancellationToken {
         self.evicted.clone()
     }

@@ -1,4 +1,4 @@
-//! What only TCP has: frames on a wire, strangers, TLS, and a leader that dies with its socket.
+//! Properties of TCP only: frames on a wire, strangers, TLS, and a leader that dies with its socket.
 #![allow(clippy::cast_possible_truncation)]
 
 mod frames;
@@ -18,12 +18,12 @@ use super::lanes::StreamId;
 use crate::tests::fixture::LONG;
 use weightsync_core::protocol::{DATA_MAGIC, DataHello, StreamFailure};
 
-/// A leader that says on the wire what the test wants.
+/// A leader that sends the test's own bytes.
 struct Wire {
     stream: TcpStream,
     parser: Parser,
     unread: Vec<u8>,
-    /// How many connections the member agreed to, and the name that they must show.
+    /// Number of connections that the member agreed to, and the name that they must send.
     agreed: Option<(u32, StreamId)>,
 }
 
@@ -32,7 +32,7 @@ impl Wire {
         Self::begin(address, serde_json::to_vec(hello).unwrap()).await
     }
 
-    /// Would like to use so many connections.
+    /// Requests so many connections.
     async fn open_with(lanes: usize, address: &str, hello: &DataHello) -> Self {
         let mut json = serde_json::to_value(hello).unwrap();
         json["lanes"] = lanes.into();
@@ -56,7 +56,7 @@ impl Wire {
         self.write(&bytes).await;
     }
 
-    /// The next answer that is not a sign of life; none at the end of the connection.
+    /// The next reply that is not a sign of life; `None` at the end of the connection.
     async fn answer(&mut self) -> Option<Result<&'static str, StreamFailure>> {
         loop {
             let unread = std::mem::take(&mut self.unread);

@@ -1,6 +1,6 @@
-//! What one connection to the next member of a chain says: items in their order, signs of life between them, last words.
+//! The output on one connection to the next member of a chain: items in their order, signs of life between them, and a last message.
 //!
-//! Decides how many bytes go into one call, and that a stream that is given up says so before anything else. Never reads.
+//! Decides how many bytes go into one call, and that the reason for a cancelled stream comes before anything else. Never reads.
 
 use std::io;
 use std::sync::Arc;
@@ -18,21 +18,21 @@ use weightsync_core::protocol::{BucketHeader, LentPiece, StreamFailure};
 
 pub(super) enum Item {
     Head(BucketHeader),
-    /// Bytes, at most a block of them: a sign of life or a failure need not wait for more.
+    /// Bytes, at most a block of them, so that a sign of life or a failure need not wait for more.
     Part(Bytes, Option<Sent>),
-    /// The stream goes on on another connection.
+    /// The stream continues on another connection.
     Cut,
     Digest(u128),
     Lent(LentPiece),
     End,
 }
 
-/// When to show that this side lives.
+/// When a sign of life is sent.
 #[derive(Clone)]
 pub(super) struct Life {
-    /// By itself, so often.
+    /// After each interval.
     pub(super) by_itself: Option<Duration>,
-    /// Whenever this is said, else.
+    /// Otherwise, on each notification.
     pub(super) reported: Arc<Notify>,
 }
 
@@ -45,7 +45,8 @@ impl Life {
     }
 }
 
-/// Sends items, signs of life between them, and at last why the stream is over. Ends when the connection breaks or last words were said.
+/// Sends items, signs of life between them, and at last the reason for the end of the stream. Ends when the connection breaks or the last
+/// message was sent.
 pub(super) async fn send_items(
     mut writer: Writer,
     mut items: mpsc::UnboundedReceiver<Item>,
@@ -63,7 +64,7 @@ pub(super) async fn send_items(
         let item = if let Ok(item) = items.try_recv() {
             item
         } else {
-            // Nothing more to put into one write.
+            // Nothing more fits into one write.
             writer.write_all(&small).await?;
             writer.flush().await?;
             small.clear();
@@ -88,7 +89,7 @@ pub(super) async fn send_items(
     }
 }
 
-/// Sends what waits in `small`, and a part after it, in as few calls as the kernel takes.
+/// Sends the bytes in `small`, and a part after them, in as few calls as the kernel allows.
 async fn send_part(writer: &mut Writer, small: &mut Vec<u8>, part: Bytes) -> io::Result<()> {
     put_part_start(small, part.len());
     writer.write_all_buf(&mut Buf::chain(small.as_slice(), part)).await?;

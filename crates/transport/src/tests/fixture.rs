@@ -1,4 +1,4 @@
-//! Members to test with: a store that keeps what it is given, an admission that says what the test wants, and a runtime to lose.
+//! Members for tests: a store that keeps what it receives, an admission that the test controls, and a runtime that can be lost.
 
 pub mod fabric;
 
@@ -18,12 +18,12 @@ use weightsync_core::protocol::{BucketHeader, CarriedBy, DataHello, EpochId, Mem
 use weightsync_core::weights::{bucket_digest, gsum64};
 use weightsync_net::identity::PeerIdentity;
 
-/// Nothing in a test takes longer; reaching it is a failure.
+/// Nothing in a test takes longer: reaching it is a failure.
 pub const LONG: Duration = Duration::from_secs(60);
-/// Silence of streams whose members all live.
+/// Silence limit of streams whose members all run.
 pub const PATIENT: u64 = 10_000;
 
-/// What a member's store was informed.
+/// The calls that a member's store received.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Seen {
     pub bytes: Vec<u8>,
@@ -31,7 +31,7 @@ pub struct Seen {
     pub ended: bool,
     pub transfers: Vec<Transfer>,
     pub broken: Option<(Option<String>, String)>,
-    /// Calls that came after the last word.
+    /// Calls after the end.
     pub too_late: usize,
 }
 
@@ -68,7 +68,7 @@ impl Record {
         });
     }
 
-    /// Waits until the store was informed what the test waits for.
+    /// Waits until the store's calls satisfy `wanted`.
     pub async fn until(&self, wanted: impl FnMut(&Seen) -> bool) -> Seen {
         let mut watch = self.seen.subscribe();
         let found = timeout(LONG, watch.wait_for(wanted)).await;
@@ -126,7 +126,7 @@ impl BucketStore for Record {
     }
 }
 
-/// Lets in anyone who knows the secret, each attempt into a record of its own.
+/// Admits every sender with the secret, and stores each attempt in a separate record.
 pub struct Door {
     name: MemberName,
     refuse: Refuse,
@@ -170,14 +170,14 @@ impl Member {
         self.door.record(1)
     }
 
-    /// Ends the member as SIGKILL does: its tasks are gone, its sockets closed, and no last words are said.
+    /// Ends the member as SIGKILL does: its tasks end, its sockets close, and no last message is sent.
     pub fn kill(&mut self) {
         if let Some(runtime) = self.runtime.take() {
             runtime.shutdown_background();
         }
     }
 
-    /// Closes the member's transport, as an agent that leaves does.
+    /// Closes the member's transport, like an agent that leaves.
     pub fn close(&mut self) {
         drop(self.transport.take());
     }
@@ -212,17 +212,17 @@ pub struct Fixture {
 }
 
 impl Fixture {
-    /// Small receive buffers, so that small tests meet their ends.
+    /// Small receive buffers, so that small tests reach their ends.
     pub fn tcp() -> Self {
         Self::over(TcpOptions { receive_buffer: 4096, receive_buffers: 4, lanes: 1, ..TcpOptions::default() })
     }
 
-    /// Several connections a hop, whatever the machine.
+    /// Several connections on each hop, whatever the machine.
     pub fn lanes() -> Self {
         Self::over(TcpOptions { receive_buffer: 4096, receive_buffers: 4, lanes: 3, ..TcpOptions::default() })
     }
 
-    /// Payloads are read through NIXL, over UCX's `tcp`, in pieces; none where there is no NIXL.
+    /// Payloads are read through NIXL, over UCX's `tcp`, in pieces; `None` without NIXL.
     pub fn gdr() -> Option<Self> {
         fabric::library().is_some().then(|| Self { fabric: true, ..Self::tcp() })
     }
@@ -231,7 +231,7 @@ impl Fixture {
         Self { tcp, fabric: false }
     }
 
-    /// A transport, and how it carries the payloads that it sends.
+    /// A transport, and how it carries its payloads.
     pub async fn transport(&self, door: Arc<Door>) -> (Box<dyn Transport>, Option<CarriedBy>) {
         let any: SocketAddr = "127.0.0.1:0".parse().unwrap();
         let name = door.name.clone();
@@ -299,7 +299,7 @@ pub fn hello(members: &[Member], silence_ms: u64) -> DataHello {
     }
 }
 
-/// Bytes that differ from place to place, cut into buckets.
+/// Bytes that differ at each place, cut into buckets.
 pub fn buckets(lengths: &[usize]) -> (Vec<u8>, Vec<(BucketHeader, Bytes, u128)>) {
     let total: usize = lengths.iter().sum();
     let stream: Vec<u8> = (0..total as u64).map(|place| (place.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 56) as u8).collect();

@@ -1,4 +1,4 @@
-//! What every transport promises.
+//! The guarantees of every transport.
 
 use std::time::{Duration, Instant};
 
@@ -12,8 +12,8 @@ const FOUR: [Refuse; 4] = [Refuse::Nothing; 4];
 /// Short enough for a test, long enough for a busy machine.
 const SILENCE: u64 = 1000;
 
-/// Runs each test of the suite with one and with several connections a hop, and with payloads that are read through NIXL. The last ones need a
-/// sender that takes digests as they are given: connections only.
+/// Runs each test of the suite with one and with several connections on each hop, and with payloads that are read through NIXL. Those
+/// after the semicolon need a sender that takes digests as they are given: connections only.
 macro_rules! promises {
     ($($promise:ident),*; $($given:ident),* $(,)?) => {
         mod tcp {
@@ -77,7 +77,7 @@ async fn every_member_stores_every_byte_once(fixture: Fixture) {
     }
     finish(sink).await.unwrap();
     for member in &members {
-        // Confirmed means stored: no waiting here.
+        // Confirmed means stored: no wait is needed here.
         let seen = member.record().seen.borrow().clone();
         assert!(seen.ended && seen.broken.is_none() && seen.too_late == 0);
         assert_eq!(seen.buckets, (0..7).collect::<Vec<_>>());
@@ -179,7 +179,7 @@ async fn a_member_killed_in_the_middle_is_named_to_all(fixture: Fixture) {
         members[2].record().until(|seen| seen.buckets == [0]).await;
         members[at].kill();
         let killed = members[at].name.clone();
-        // Well within the silence: it is the closed connection that tells.
+        // Well within the silence limit: the closed connection shows it.
         let error = timeout(Duration::from_millis(PATIENT / 2), sink.failed()).await.expect("the loss was not seen");
         assert!(matches!(error, TransportError::Lost { .. }), "{error}");
         assert_eq!(error.peer(), Some(&killed));
@@ -259,7 +259,7 @@ async fn a_store_that_says_no_ends_the_stream(fixture: Fixture) {
         let wanted = format!("no room for {said}");
         assert!(matches!(&error, TransportError::Refused { refusal, .. } if refusal.message == wanted), "{error}");
         assert_eq!(error.peer(), Some(&members[1].name));
-        // A store that said no knows by itself.
+        // A store that refused knows it already.
         assert_eq!(members[1].record().seen.borrow().broken, None);
         for other in [&members[0], &members[2]] {
             let seen = other.record().until(|seen| seen.ended || seen.broken.is_some()).await;

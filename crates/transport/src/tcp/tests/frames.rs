@@ -15,7 +15,7 @@ fn failures() -> impl Strategy<Value = StreamFailure> {
     ]
 }
 
-/// A frame as the parser gives it, with parts put together.
+/// A frame from the parser, with its parts joined.
 #[derive(Debug, Clone, PartialEq)]
 enum Owned {
     Part(Vec<u8>),

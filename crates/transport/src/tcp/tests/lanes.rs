@@ -16,7 +16,7 @@ use crate::{BucketSink, Transport};
 use weightsync_core::protocol::{BucketHeader, StreamFailure};
 use weightsync_core::weights::{BLOCK_BYTES, bucket_digest};
 
-/// A path to a member on which each connection can be cut, or become a hole that swallows bytes. Ends with its runtime.
+/// A path to a member on which each connection can be cut, or swallow all bytes. Ends with its runtime.
 struct Path {
     address: String,
     cables: Arc<Mutex<Vec<Cable>>>,
@@ -63,11 +63,11 @@ impl Path {
 async fn carry(mut near: TcpStream, mut far: TcpStream, mut swallows: watch::Receiver<bool>) {
     tokio::select! {
         _ = tokio::io::copy_bidirectional(&mut near, &mut far) => return,
-        // The sender is gone with the test when this fails.
+        // The sender is dropped with the test when this fails.
         reported = async { swallows.wait_for(|swallows| *swallows).await.is_ok() } => if !reported { return },
     }
     let _ = tokio::io::copy(&mut near, &mut tokio::io::sink()).await;
-    // Both connections stand until the test ends.
+    // Both connections stay open until the test ends.
     std::future::pending::<()>().await;
 }
 
@@ -245,7 +245,7 @@ async fn bytes_before_the_stream_is_admitted_are_refused() {
     wire.frame(Frame::Head(BucketHeader { sequence: 0, flags: 0, offset: 0, bytes: 1 })).await;
     let Some(Err(StreamFailure::Refused { refusal, .. })) = wire.answer().await else { panic!("not refused") };
     assert!(refusal.message.contains("before it was admitted"), "{}", refusal.message);
-    // Its name is worth nothing any more.
+    // Its name is not valid any more.
     let mut late = lane(&members[0].address, &wire.agreed.unwrap().1, 1).await;
     assert!(closes(&mut late, Duration::from_secs(4)).await);
     let mut rest = Vec::new();

@@ -23,7 +23,7 @@ async fn who_does_not_speak_the_protocol_is_closed_at_once() {
     for words in [b"GET / HTTP/1.1\r\n\r\n".as_slice(), b"WSD2\0\0\0\0", &[0x16, 3, 1, 0, 5], &too_long, &no_hello] {
         let mut stream = TcpStream::connect(&member.address).await.unwrap();
         stream.write_all(words).await.unwrap();
-        // Long before the five seconds that a slow one has.
+        // Much earlier than the five seconds of a slow connection.
         assert!(closes(&mut stream, Duration::from_secs(4)).await, "{words:?}");
     }
     still_serves(&fixture, member).await;

@@ -12,7 +12,7 @@ async fn half_a_bucket(members: &[Member], silence_ms: u64) -> Wire {
     assert_eq!(wire.answer().await, Some(Ok("admitted")));
     wire.frame(Frame::Head(HEAD)).await;
     wire.frame(Frame::Part(&vec![7; 50_000])).await;
-    // It is forwarded while the rest is not even sent.
+    // It is forwarded before the rest is even sent.
     for member in members {
         member.record().until(|seen| seen.bytes.len() == 50_000).await;
     }

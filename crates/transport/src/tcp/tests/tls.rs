@@ -9,7 +9,7 @@ use crate::tests::fixture::{Door, Fixture, LONG, Member, PATIENT, Refuse, bucket
 use crate::{BucketSink, TransportError};
 use weightsync_core::protocol::DataHello;
 
-/// Mutual TLS for members of one CA, whose certificates all carry `name`.
+/// Mutual TLS for members of one CA, all with `name` in their certificates.
 fn tls(name: &str) -> DataTls {
     let key = rcgen::KeyPair::generate().unwrap();
     let mut ca = rcgen::CertificateParams::new(vec![]).unwrap();
