@@ -1,7 +1,8 @@
-//! A source agent with the trainer's socket and nothing behind it but, on request, a GPU worker or two: takes publishes, checks nothing
-//! but bytes, prints one JSON object for each. The Python client's tests run against it, so that both sides of the protocol are the real ones; it is no agent to run anywhere.
+//! A source agent with the trainer's socket and nothing else but, on request, a GPU worker or two: takes publishes, checks only the bytes,
+//! and prints one JSON object for each. The Python client's tests run against it, so that both sides of the protocol are the real ones; it
+//! is no agent for real use.
 //!
-//! `--write DIR` writes each version as `DIR/VERSION.safetensors`. The other options let things go wrong on purpose, once each.
+//! `--write DIR` writes each version as `DIR/VERSION.safetensors`. The other options inject faults, once each.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -192,7 +193,7 @@ async fn main() -> anyhow::Result<()> {
     }
 }
 
-/// Takes one version; tells whether it went well.
+/// Takes one version; returns whether it succeeded.
 async fn take(mut job: PublishJob, args: &Args, gpu: Option<&Gpu>) -> anyhow::Result<bool> {
     let layout = job.source.layout().clone();
     let (mut stream, mut buckets, mut attempts) = (Vec::new(), 0, 1);

@@ -87,14 +87,14 @@ impl Fixture {
         self.versions.path()
     }
 
-    /// Waits until membership says so, and tells what it says.
+    /// Waits until membership's view satisfies `reached`, and returns that view.
     pub async fn until(&self, what: &str, mut reached: impl FnMut(&MembershipView) -> bool) -> Result<MembershipView> {
         let mut view = self.group.view();
         let reached = tokio::time::timeout(LONG, view.wait_for(|view| reached(view))).await;
         Ok(reached.map_err(|_| anyhow!("waited for {what}"))??.clone())
     }
 
-    /// Publishes a version, each bucket of which has a byte of its own; tells how long the trainer waited for it.
+    /// Publishes a version, each bucket of which has a byte of its own. Returns how long the trainer waited for it.
     pub async fn publish(&self, version: u64) -> Result<(PublishResult, Duration)> {
         let socket = format!("@weightsync/{}-trainer", self.name).parse().map_err(|error| anyhow!("{error}"))?;
         let request = ClientRequest::Publish {
@@ -135,7 +135,7 @@ impl Fixture {
         Ok(Killed(command.spawn().with_context(|| format!("{command:?}"))?))
     }
 
-    /// Waits until a page answers 200, and tells when it was first seen to.
+    /// Waits until a page answers 200. Returns when it first did.
     pub async fn until_answers(&self, url: &str) -> Result<Instant> {
         let begun = Instant::now();
         loop {
@@ -149,7 +149,7 @@ impl Fixture {
         }
     }
 
-    /// URL of the status pages of a pod's agent, which its log tells.
+    /// URL of the status pages of a pod's agent, from its log.
     pub fn pages(&self, pod: &str) -> Result<String> {
         let log = std::fs::read_to_string(self.folder.path().join(format!("{pod}-agent.log")))?;
         let line = log.lines().rfind(|line| line.contains("status pages")).context("an agent reported no status pages")?;

@@ -1,5 +1,5 @@
-//! Clients of the real torch at our store and at torch's own, in turns: until each has connected, said hello, read the id of the group and
-//! been let go.
+//! Clients of the real torch at our store and at torch's own, alternating: until each has connected, sent its hello, read the id of the
+//! group and been released.
 //!
 //! Needs a Python with torch: `--python`, or `WEIGHTSYNC_VENV`.
 

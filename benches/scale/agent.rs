@@ -1,5 +1,5 @@
-//! An agent that enrols, announces itself and tells of itself by the product's own code, and of which only the work is simulated: it takes
-//! part in every group at once and moves no byte.
+//! An agent that enrols, announces itself and reports its state by the product's own code. Only its work is simulated: it takes part in
+//! every group at once and moves no byte.
 
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, OnceLock};

@@ -1,8 +1,8 @@
 //! One controller and many objects: what it costs the API server and its own pod, at rest and while every group publishes.
 //!
-//! `make bench-scale` runs this. An etcd and a kube-apiserver run on loopback, the real `weightsync controller` against them. KWOK plays the
-//! kubelets: it makes nodes and pods ready and renews the nodes' leases. All agents are simulated in this process: they enrol, announce
-//! themselves and tell of themselves by the product's own code, and move no byte. All of it shares the machine's cores, so times are upper
+//! `make bench-scale` runs this. An etcd and a kube-apiserver run on loopback, the real `weightsync controller` against them. KWOK plays
+//! the kubelets: it makes nodes and pods ready and renews the nodes' leases. All agents are simulated in this process: they enrol, announce
+//! themselves and report their state by the product's own code, and move no byte. All of it shares the machine's cores, so times are upper
 //! bounds; counts and memory are not affected.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing, clippy::cast_precision_loss, missing_docs)]

@@ -1,4 +1,4 @@
-//! One update of one group, as its agents tell of it: the phases and the rhythm of a real one, and no bytes.
+//! One update of one group, as its agents report it: the phases and the rhythm of a real one, and no bytes.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};

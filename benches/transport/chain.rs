@@ -12,7 +12,7 @@ pub const SHORT: Usual = Usual { mbit: 1000, mib: 512, members: &[4] };
 /// So many hops share those two cores: slower links, so that it is the links that are waited for.
 pub const LONG: Usual = Usual { mbit: 200, mib: 96, members: &[8, 16] };
 
-/// What is measured unless said otherwise.
+/// The settings of a measurement without options.
 pub struct Usual {
     mbit: u32,
     mib: u64,

@@ -18,7 +18,7 @@ use weightsync_transport::{Admission, BucketStore, Fault, Transport, digest};
 use crate::processes::processor;
 use crate::tls;
 
-/// Length of a bucket, unless said otherwise.
+/// Default length of a bucket.
 pub const BUCKET: usize = 32 << 20;
 
 #[derive(Args)]

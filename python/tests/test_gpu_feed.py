@@ -112,7 +112,7 @@ def test_sums_of_many_parts_in_one_launch_are_those_of_each() -> None:
 
 
 class Agent(FakeAgent):
-    """Tells of buckets in a block."""
+    """Describes buckets in a block."""
 
     def __init__(self, block: Block) -> None:
         self.block = block

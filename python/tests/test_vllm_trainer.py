@@ -1,4 +1,4 @@
-"""vLLM's own trainer interface with WeightSync behind it, with the real package."""
+"""vLLM's own trainer interface on top of WeightSync, with the real package."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ IPC, no pickle.
 vLLM finds it by itself where this package is installed (entry point group `vllm.general_plugins`), and uses it when the server is started
 with `--weight-transfer-config '{"backend": "weightsync"}'`. The agent drives a session: init (each worker connects to the agent), start,
 one update that takes all tensors of the model while they come, finish; and for a version with a draft model a second one, whose target
-vLLM sets. Decides what a session that did not end well leaves behind: no layer taken apart, and no word of success. It never sets the
+vLLM sets. Decides the state after a session that did not end well: no layer is disassembled, and no success is reported. It never sets the
 version; the agent does, with its last step.
 
 Every rank reports the result of each step on the agent's socket, and nothing here raises: vLLM reads the replies of workers one after the

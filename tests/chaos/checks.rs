@@ -34,7 +34,7 @@ struct Seen {
     digests: Mutex<BTreeMap<u64, Value>>,
     /// Engines that answer nothing by the test's own doing although they run.
     mute: [AtomicBool; ROLLOUTS],
-    /// Pods whose agent lies by the test's own doing: nothing that is said of them can be compared, because their agent says it.
+    /// Pods whose agent lies as the test requested: reports about them cannot be compared, because their agent makes them.
     lies: [AtomicBool; ROLLOUTS],
     /// What the test does now.
     fault: Mutex<String>,
@@ -172,7 +172,7 @@ impl Eyes {
         Claim::new(&self.view.borrow(), self.number, ready)
     }
 
-    /// An engine that gives no answer is looked at as well: one that is said to be ready must answer.
+    /// An engine without an answer is checked as well: one that is reported as ready must answer.
     async fn look(&self, ledger: &mut Ledger) {
         let (seen, name) = (&self.seen, pod(self.number));
         let floor = seen.floor.load(Ordering::Acquire);

@@ -1,6 +1,6 @@
 //! A world: the group that `weightsync local` runs, each pod with a link, a small disk and a clock of its own, and a trainer's process.
 //!
-//! Starts and ends things, and tells what is so; what goes wrong is `fault`'s business, what may not be `checks`'.
+//! Starts and ends things, and reports their state; `fault` injects the faults, `checks` decides what must not happen.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
@@ -44,7 +44,7 @@ const TAKEN_IN: Duration = Duration::from_secs(45);
 /// Every engine takes this long to load, so that an install has a middle.
 const LOAD_MS: u64 = 250;
 
-/// Something that events or status said.
+/// A fact from Events or status.
 #[derive(Debug, Clone)]
 pub struct Said {
     pub at: Instant,
@@ -196,7 +196,7 @@ impl Fixture {
         reference.stop().await;
     }
 
-    /// Tells the trainer to publish.
+    /// Makes the trainer publish.
     pub async fn publish(&mut self, version: u64, gate: Option<usize>) {
         let path = self.folder.path().join(format!("v{version}"));
         self.trainer.publish(version, &path, gate).await;
@@ -328,7 +328,7 @@ impl Fixture {
         std::fs::write(self.folder.path().join(format!("{}.lies", pod(number))), []).unwrap();
     }
 
-    /// What the liar of a pod said in all, one line for each lie.
+    /// All lies of a pod's liar, one line for each.
     pub fn lies_sent(&self, number: usize) -> Vec<Value> {
         let log = std::fs::read_to_string(self.state().join(format!("{}-agent.log", pod(number)))).unwrap_or_default();
         let lines = log.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());

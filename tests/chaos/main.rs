@@ -1,7 +1,7 @@
-//! Faults at random moments of a group's life, on real processes over TCP: `make chaos` plays them by the hundred, `make chaos-test` each once.
+//! Faults at random moments of a group, on real processes over TCP: `make chaos` plays them by the hundred, `make chaos-test` each once.
 //!
-//! The run is a function of its seed: `WEIGHTSYNC_CHAOS_SEED` replays it. It unshares network, mounts and processes first, so
-//! that links, small disks and whatever a failed test leaves behind are its own and go with it. Needs root, iproute2, nftables and gcc.
+//! The run is a function of its seed: `WEIGHTSYNC_CHAOS_SEED` replays it. It unshares network, mounts and processes first, so that links,
+//! small disks and the remains of a failed test belong to it and end with it. Needs root, iproute2, nftables and gcc.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 

@@ -169,7 +169,7 @@ impl Link {
         ])
     }
 
-    /// Carries some KB a second from now on, so that what is said over it takes a while; until it is mended.
+    /// Carries some KB a second from now on, until it is repaired, so that a message takes a while.
     pub fn narrow(&self) {
         let words = "rate 64kbit burst 1600 latency 2000ms";
         let add = ["tc", "qdisc", "replace", "dev", &self.interface, "root", "tbf"];

@@ -121,7 +121,7 @@ impl Fault {
 /// Where in the life of a group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Phase {
-    /// The trainer has said what it publishes, and has written no byte.
+    /// The trainer has announced its version, and has written no byte.
     Publish,
     /// Members prepare an epoch.
     Prepare,

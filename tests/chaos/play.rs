@@ -327,7 +327,7 @@ fn named(fixture: &Fixture, strike: &Strike, struck: &Struck, reported: Range<us
     let victim = member(strike.victim);
     let (felt, said) = match &struck.outcome {
         Some(Outcome::Published { behind, attempts, .. }) => {
-            // A connection has two ends: who is behind by the loss of one is reported with the other's name.
+            // A connection has two ends: a replica without the version because of a lost connection is reported with the other end's name.
             let says = |(member, why): &(String, String)| *member == victim && !why.is_empty() || why.contains(&victim);
             (*attempts > 1 || !behind.is_empty(), behind.iter().any(says))
         }

@@ -37,7 +37,7 @@ impl Played {
     }
 }
 
-/// Prints the tables; tells how many strikes did not end well.
+/// Prints the tables; returns how many faults did not end well.
 pub fn print(seed: u64, played: &[Played]) -> usize {
     let tries: usize = played.iter().map(|one| one.records.len()).sum();
     println!("\nhits of each cell (faults that came when the phase was over, in parentheses)");

@@ -60,7 +60,7 @@ async fn stay(from: Ipv4Addr, to: SocketAddr) {
             && socket.bind(SocketAddr::new(from.into(), 0)).is_ok()
             && let Ok(Ok(mut stream)) = timeout(CONNECT, socket.connect(to)).await
         {
-            // Whatever is said to it, it says nothing.
+            // It sends nothing, whatever it receives.
             let mut heard = [0; 64];
             while stream.read(&mut heard).await.is_ok_and(|read| read > 0) {}
         }

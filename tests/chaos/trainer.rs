@@ -1,4 +1,4 @@
-//! The trainer: a process of its own with the Python client, that must live through every fault. Tells what it said; decides nothing.
+//! The trainer: a separate process with the Python client, that must survive every fault. Reports its output; decides nothing.
 
 use std::path::Path;
 use std::process::Stdio;

@@ -20,7 +20,7 @@ pub const STEADY: Duration = Duration::from_millis(3 * (1_000 + HEALTH_PERIOD) +
 /// The longest difference with an update in it: an engine may be paused for the update's own deadline. Then the bound of [`STEADY`] begins.
 pub const UPDATING: Duration = Duration::from_secs(UPDATE.as_secs() + STEADY.as_secs());
 
-/// What an engine said when it was asked.
+/// An engine's answers to the test's requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Holds {
     /// Every tensor is that of this version.

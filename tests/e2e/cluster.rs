@@ -1,4 +1,4 @@
-//! One namespace of the cluster for one test: apply, await, delete, and tell everything when a wait fails.
+//! One namespace of the cluster for one test: apply, await, delete, and print everything when a wait fails.
 
 use std::fmt::Debug;
 use std::future::Future;

@@ -35,7 +35,7 @@ async fn wrapped_pods_take_part_and_restarted_engine_is_fed() {
         let expected = served(&cluster, "sim-0").await;
         assert_eq!(served(&cluster, "sim-1").await, expected);
 
-        // The engine's process ends by itself, with exit code 1: so does its container, and its parent said so first.
+        // The engine's process ends by itself, with exit code 1: so does its container, after its parent reported it.
         let crash = json!({"rules": [{"path": "/health", "times": 1, "fault": {"kind": "crash"}}]});
         faults(&cluster, "sim-1", &crash).await;
         cluster.await_event(&["EngineUnhealthy"], MINUTE, |note| note.contains("sim-1") && note.contains("exit status: 1")).await;

@@ -1,4 +1,4 @@
-//! A group that `weightsync local` would run, with a link for each pod. Starts and ends things, and tells what is so.
+//! A group as `weightsync local` would run it, with a link for each pod. Starts and ends things, and reports their state.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -109,7 +109,7 @@ impl Group {
         *view.preflight.unwrap()
     }
 
-    /// Publishes so many versions, one after another, and tells how long each took.
+    /// Publishes so many versions, one after another, and returns how long each took.
     pub async fn updates(&mut self, count: u64) -> Vec<Duration> {
         let mut times = Vec::new();
         for _ in 0..count {

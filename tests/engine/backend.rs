@@ -185,8 +185,8 @@ async fn two_ranks_count_by_their_own_word_when_replies_are_late() {
         assert_eq!(client.post("/collective_rpc", &nonsense).await.status, Some(500));
     }
     for (version, name, ring) in [(5, "2", Ring::OneTensor), (6, "1", Ring::WholeModel), (7, "2", Ring::WholeModel)] {
-        // The server's own calls get such replies too: `/pause` said once that it had failed with that word. As a source does, an attempt
-        // that touched nothing is made again, and no more often than there are replies to be read.
+        // The server's own calls get such replies too: `/pause` once reported a failure with that text. Like a source, the test repeats an
+        // attempt that changed nothing, and no more often than there are replies to be read.
         for left in (0..=3).rev() {
             match Feeder::feed(&engine, &models.path(name), version, ring, SOON).await {
                 Err(error) if !error.is_dirty() && left > 0 => println!("version {version}: {error}"),
@@ -200,7 +200,7 @@ async fn two_ranks_count_by_their_own_word_when_replies_are_late() {
     }
 }
 
-/// Feeds a model, and another one behind it as its draft model.
+/// Feeds a model, and another one after it as its draft model.
 async fn feed_both(engine: &Arc<dyn Engine>, models: &Models, (model, draft): (&str, &str), version: u64, ring: Ring) {
     let open = |name| Checkpoint::open(&models.path(name)).unwrap();
     let held = held(version, &format!("{model} {draft}"));
@@ -210,7 +210,7 @@ async fn feed_both(engine: &Arc<dyn Engine>, models: &Models, (model, draft): (&
     feeder.finish().await.unwrap();
 }
 
-/// Of the tokens that were drafted for a few answers, those that the model would have said too. Only the real server drafts.
+/// How many of the drafted tokens in a few answers the model itself would have generated. Only the real server drafts.
 async fn accepted(client: &Client) -> f64 {
     let counted = async || {
         let metrics = client.get("/metrics").await.text;

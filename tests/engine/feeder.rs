@@ -91,7 +91,7 @@ impl Feeder {
         Ok(Self { checkpoint, cut, memory, slot, slots, whole, install, held, reported: 0, taken: 0 })
     }
 
-    /// Tells of so many buckets more, or of all; waits for room.
+    /// Describes so many buckets more, or all; waits for room.
     pub async fn tell(&mut self, count: usize) -> Result<(), InstallError> {
         let buckets: Vec<Bucket> = self.cut.buckets().skip(self.reported as usize).take(count).collect();
         for bucket in buckets {
@@ -106,7 +106,7 @@ impl Feeder {
         Ok(())
     }
 
-    /// Tells of the next bucket with another digest than its bytes have.
+    /// Describes the next bucket with another digest than its bytes have.
     pub async fn lie(&mut self) -> Result<(), InstallError> {
         let bucket = self.cut.buckets().nth(self.reported as usize).unwrap();
         let mut reported = self.write(&bucket, if self.whole { bucket.offset } else { 0 });

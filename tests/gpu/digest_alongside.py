@@ -2,7 +2,7 @@
 each on a stream of its own, in several shapes.
 
 One line of JSON for each shape: GB/s with and without, and their ratio. `nothing` launches a kernel that reads nothing, `in cache` one that
-reads the same MiB again and again: they tell what launching and what memory has to do with it.
+reads the same MiB again and again: they show the share of launching and of memory.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ class Vllm:
     """`NCCLWeightTransferEngine` as a GPU worker makes it, with a model that keeps what it is given."""
 
     def __init__(self, a: argparse.Namespace) -> None:
-        # Its own detection wants its kernels: the platform is said, with the rest of its interface as it is.
+        # Its own detection wants its kernels: the platform is set here, and the rest of its interface stays.
         interface = importlib.import_module("vllm.platforms.interface")
         platform = type("CudaPlatform", (interface.Platform,), {"_enum": interface.PlatformEnum.CUDA, "device_type": "cuda"})
         importlib.import_module("vllm.platforms").__dict__["current_platform"] = platform()

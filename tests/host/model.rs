@@ -95,7 +95,7 @@ impl Model {
         folder.to_owned()
     }
 
-    /// Name and digest of every tensor, as a simulator tells what it serves.
+    /// Name and digest of every tensor, as a simulator reports them.
     pub fn digests(&self) -> Value {
         let digest = |(number, (name, _)): (usize, &(String, u64))| (name.clone(), json!(digest_hex(tensor_digest(&self.bytes(number)))));
         Value::Object(self.tensors.iter().enumerate().map(digest).collect())

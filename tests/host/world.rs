@@ -1,6 +1,6 @@
 //! A group of real processes for one test: `weightsync local` with its agents, simulated engines, and publishes from other processes.
 //!
-//! Every wait ends; when a test fails, what the group said and the ends of all logs are printed. Nothing outlives a world.
+//! Every wait ends; when a test fails, the group's output and the ends of all logs are printed. Nothing outlives a world.
 
 mod actor;
 mod ending;
@@ -278,7 +278,7 @@ impl World {
         }
     }
 
-    /// Waits until the group tells that reason of that member.
+    /// Waits until the group reports that reason for that member.
     pub async fn reported(&mut self, reason: &str, member: &str) -> String {
         let event =
             self.event(&format!("{reason} of {member}"), |event| event["reason"] == reason && is_member(&event["member"], member)).await;
@@ -378,7 +378,7 @@ impl World {
         self.pages(pod).and_then(|url| url.rsplit(':').next()?.parse().ok()).unwrap()
     }
 
-    /// The roster as an agent tells it; null when it does not answer.
+    /// The roster from an agent; null if it does not respond.
     pub async fn roster(&self, pod: &str) -> Value {
         serde_json::from_str(&self.page(pod, "/v1/roster").await.1).unwrap_or_default()
     }

@@ -16,7 +16,7 @@ use crate::agent_process::Operator;
 use crate::model::Model;
 use crate::world::{PROGRAM, SOON};
 
-/// `weightsync run -- COMMAND` with what a pod's environment tells, before its start.
+/// `weightsync run -- COMMAND` with the environment of a pod, before its start.
 fn run(folder: &Path, operator: Option<&Operator>, command: &[&str]) -> Command {
     std::fs::write(folder.join("token"), "w").unwrap();
     let ca = operator.map_or("-----BEGIN CERTIFICATE-----", |operator| operator.ca.certificate_pem());

@@ -1,7 +1,7 @@
 //! A rollout pod that lies ([`weightsync_testkit::liar`]). Settings are those of the sidecar.
 //!
-//! `WEIGHTSYNC_TEST_LIE` names one lie by its number, and `WEIGHTSYNC_TEST_LIE_FILE` the file that is there while it is reported. Without them
-//! it tells every lie once.
+//! `WEIGHTSYNC_TEST_LIE` selects one lie by its number, and `WEIGHTSYNC_TEST_LIE_FILE` the file that exists during it. Without them it
+//! makes every false claim once.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 

@@ -1,6 +1,6 @@
-//! A rollout that has its own token and certificate, and lies: about itself, to the controller, and to the other members.
+//! A rollout with its own token and certificate that lies: about itself, to the controller, and to the other members.
 //!
-//! Tells lies and writes one line of JSON for each. It decides nothing: a test looks at what the others do.
+//! Makes false claims and writes one line of JSON for each. It decides nothing: a test checks what the others do.
 
 mod about_itself;
 mod bytes;
@@ -217,7 +217,7 @@ fn done(others: &Others, version: u64) -> UpdateView {
     }
 }
 
-/// Tells one lie after the other, once each, and takes no part in updates.
+/// Makes one false claim after the other, once each, and takes no part in updates.
 pub async fn tell_all(settings: &Settings) {
     let Settings { ip, ca, controller, pod } = settings;
     let agent = FakeAgent::start_at(*ip, ca, controller, pod, INSTANCE).await;

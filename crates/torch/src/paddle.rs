@@ -21,7 +21,7 @@ pub struct SharedBuffer {
     pub offset: u64,
     /// Its length in bytes.
     pub bytes: u64,
-    /// The *reader's* number of the GPU. Said in the message, so that no environment variable of the reader decides it.
+    /// The *reader's* number of the GPU. The message contains it, so that no environment variable of the reader decides it.
     pub device: u64,
 }
 

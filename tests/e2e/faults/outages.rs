@@ -111,7 +111,7 @@ async fn await_another(cluster: &Cluster, name: &str, before: &str) {
     for pod in PODS {
         cluster.await_ready(pod, START).await;
     }
-    // A kubelet that just started knows its pods a little later than it tells of itself.
+    // A kubelet that just started knows its pods a little later than it reports its node.
     eventually("the kubelet forwards to the trainer", START, || async {
         request(cluster, "trainer-0", TRAINER_PORT, "GET", "/health", None, Duration::from_secs(5)).await
     })

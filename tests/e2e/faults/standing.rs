@@ -35,7 +35,7 @@ pub fn sum(text: &str, name: &str) -> u64 {
     sum
 }
 
-/// What an agent or a controller tells of itself.
+/// The metrics of an agent or a controller.
 pub async fn metrics(cluster: &Cluster, pod: &str, port: u16) -> String {
     eventually(&format!("metrics of {pod}"), Duration::from_secs(60), || async {
         let (status, text) = request(cluster, pod, port, "GET", "/metrics", None, Duration::from_secs(5)).await?;

@@ -13,7 +13,7 @@ NUMBER = iter(range(1_000_000, 2_000_000, 1000))
 
 
 def feed(fixture: Fixture, name: str, seed: int, *more: str) -> list[dict[str, Any]]:
-    """Versions that `weightsync-dev feed` handed over, as it tells them."""
+    """Versions that `weightsync-dev feed` handed over, as it reports them."""
     server = fixture.server(name)
     checkpoint = fixture.model(server.model.name.rsplit("-", 1)[0], seed)
     words = [

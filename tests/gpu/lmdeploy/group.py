@@ -148,7 +148,7 @@ class Group:
                 return heard[1]
 
     def drain(self) -> list[tuple[float, dict[str, Any]]]:
-        """Everything that was said and not read yet."""
+        """All output that was not read yet."""
         found = []
         while not self.heard.empty():
             if (heard := self.heard.get()) is not None:
@@ -157,7 +157,7 @@ class Group:
         return found
 
     def since(self, moment: float) -> list[list[Any]]:
-        """What was said since then: seconds after it, and the reason."""
+        """The reports since then: seconds after it, and the reason."""
         self.drain()
         return [[round(at - moment, 3), event.get("reason")] for at, event in self.events if at >= moment]
 

@@ -136,7 +136,7 @@ def deaths(fixture: Fixture, group: Group) -> None:
 
 
 def wedged(fixture: Fixture) -> None:
-    """Rank 0 dies inside a broadcast: the engine never comes out of it, and that is said. Nothing can be done with it afterwards."""
+    """Rank 0 dies inside a broadcast: the engine never leaves it, and that is reported. It cannot be used afterwards."""
     server = fixture.server("joined")
     group = Group(fixture.args, server, fixture.trainer("dense"), "wedged", delivery="Engine")
     try:

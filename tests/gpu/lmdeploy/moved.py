@@ -32,7 +32,7 @@ def short(reported: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def steps(group: Group) -> list[str]:
-    """The last installs as the rollout's agent tells them."""
+    """The last installs as the rollout's agent reports them."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", group.logs())
     return [line.split("confirmed", 1)[1] for line in plain.splitlines() if "the engine confirmed" in line][-6:]
 

@@ -87,7 +87,7 @@ class Fixture(Record):
         return [*words, "--version", str(next(VERSIONS)), "--output", "json", "--timeout", "120", *more]
 
     def feed(self, way: str, seed: int, *more: str) -> list[dict[str, Any]]:
-        """Versions that `weightsync-dev feed` handed over, as it tells them."""
+        """Versions that `weightsync-dev feed` handed over, as it reports them."""
         done = subprocess.run(self.feeding(way, seed, *more), capture_output=True, text=True, timeout=130, check=False)
         if done.returncode:
             raise RuntimeError(f"feed failed: {done.stderr[-3000:]}\n{self.servers[way].log.read_text()[-5000:]}")
@@ -124,7 +124,7 @@ def kills(fixture: Fixture) -> None:
     for moment in (0.1, 0.8, 1.6):
         words = fixture.feeding(way, 2, "--way", "device", "--bucket-mib", "64")
         process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        # From the first step on that the server's log tells.
+        # From the first step in the server's log.
         end, seen = time.monotonic() + 60, len(server.log.read_text())
         while "start_weight_update" not in server.log.read_text()[seen:] and process.poll() is None and time.monotonic() < end:
             time.sleep(0.002)

@@ -19,7 +19,7 @@ async fn two_rollouts(machine: &Machine) -> World {
     world
 }
 
-/// Publishes a version under a fault and waits until both engines serve it; gives what the publish said.
+/// Publishes a version under a fault and waits until both engines serve it; returns the publish's output.
 async fn published_under(machine: &Machine, world: &World, fault: &str) -> Value {
     let one = Model::large(1);
     let checkpoint = one.save(&world.folder().join("v1"));

@@ -1,4 +1,4 @@
-//! Bytes that arrive wrong although every call went well: the digest tells.
+//! Bytes that arrive wrong although every call succeeded: the digest shows it.
 
 use super::fixture::{Machine, Member, SLOT, abort, all, form, gsum64, pattern};
 use crate::world::SOON;

@@ -48,7 +48,7 @@ struct Inside {
     instead: HashMap<String, (u32, u32, u16, Value)>,
     /// Its group does nothing and says success (torch 2.15 with nccl2).
     idle: bool,
-    /// Answers so many buckets, counted over all updates, only when it was asked for the one behind them.
+    /// Number of buckets, counted over all updates, that are answered only after the request for the next one.
     lingers: u64,
     /// Takes this bucket, counted from 1 over all updates, and fails with it.
     spoils: Option<u64>,

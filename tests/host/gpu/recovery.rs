@@ -25,7 +25,7 @@ async fn worker_that_dies_in_a_broadcast_skips_the_next_group() {
     let broadcasts: Vec<_> = members.iter().zip(&slots).map(|(member, slot)| member.broadcast(1, slot, SLOT, SOON)).collect();
     let ends = members[2].worker.ended();
     let survivors = [members[0], members[1], members[3]];
-    // NCCL tells no one: the death is seen in the process's end, and the others are asked to abort.
+    // NCCL notifies no rank: the end of the process shows the failure, and the others receive an abort.
     let aborted = async {
         let cause = ends.await;
         assert!(cause.contains("signal: 9"), "{cause}");

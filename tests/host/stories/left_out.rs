@@ -30,7 +30,7 @@ async fn engines_with_503_or_no_listener_are_left_out() {
     world.until_ready(3).await;
 }
 
-/// modelscope/twinkle#102: who subscribes late never hears what was said before.
+/// modelscope/twinkle#102: a late subscriber never receives earlier messages.
 /// Story F11.
 #[tokio::test(flavor = "multi_thread")]
 async fn late_agent_reads_what_it_missed_and_gets_the_version() {

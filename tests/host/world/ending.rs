@@ -1,4 +1,4 @@
-//! The end of a world: in good order, and with what its processes said when a test failed.
+//! The end of a world: in good order, and with the output of its processes when a test failed.
 
 use std::path::PathBuf;
 use std::time::Duration;

@@ -40,7 +40,7 @@ pub(super) fn of(lie: Lie) -> Option<Change> {
     })
 }
 
-/// Tells it for a while, and then what was true before.
+/// Claims it for a while, and then reports the true state again.
 pub(super) async fn stand(agent: &FakeAgent, change: Change, others: &Others) {
     let truth = agent.state();
     agent.change(|state| change(state, others));

@@ -1,7 +1,8 @@
-//! What a simulated engine does after its HTTP front: requests, pauses, caches and loads, one thing at a time as in an engine core.
+//! A simulated engine after its HTTP front: requests, pauses, caches and loads, one at a time as in an engine core.
 //!
-//! Decides when a request may take its next token, what a pause does to it, when a cache can be emptied, and what a failed load leaves
-//! behind. The rules are those of vLLM 0.32 (`v1/engine/core.py`) and SGLang 0.5.23 (`srt/managers/scheduler.py`), where they differ by [`Kind`].
+//! Decides when a request may take its next token, the effect of a pause on it, when a cache can be emptied, and what remains after a
+//! failed load. The rules are those of vLLM 0.32 (`v1/engine/core.py`) and SGLang 0.5.23 (`srt/managers/scheduler.py`), where they differ
+//! by [`Kind`].
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::path::PathBuf;

@@ -15,7 +15,7 @@ pub struct Faults {
     pub load: Option<LoadFault>,
     /// Rank on which `load` happens. SGLang reports errors of rank 0 only.
     pub load_rank: u32,
-    /// How far SGLang's device is behind its answers, in ms, where a tensor is read out of our memory; 20 at least.
+    /// Delay of SGLang's device after its answers, in ms, when a tensor is read from our memory; 20 at least.
     pub behind_ms: u64,
     /// The engine has a `/dev/shm` of its own: torch's counters do not show that it has read a tensor.
     pub blind_to_counters: bool,

@@ -1,7 +1,7 @@
-//! What a simulated engine generates: a function of the weights it serves and of the prompt, so that wrong weights show.
+//! The output of a simulated engine: a function of the weights it serves and of the prompt, so that wrong weights show.
 //!
-//! Decides tokens and log-probs from digests, and from weights that are NaN a log-prob that is; knows no request and no clock. Two different sets of weights agree on a token's log-prob
-//! with a chance of about one in a million, so a few tokens tell them apart.
+//! Decides tokens and log-probs from digests, and a NaN log-prob from weights that are NaN; knows no request and no clock. Two different
+//! sets of weights agree on a token's log-prob with a chance of about one in a million, so a few tokens distinguish them.
 
 use xxhash_rust::xxh3::xxh3_64;
 

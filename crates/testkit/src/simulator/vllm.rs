@@ -1,7 +1,8 @@
-//! The endpoints of vLLM 0.32.0, with its status codes, bodies and order rules, as seen on the running server (`tests/engine` compares them).
+//! The endpoints of vLLM 0.32.0, with its status codes, bodies and order rules, as seen on the running server (`tests/engine` compares
+//! them).
 //!
 //! Rules kept on purpose: every pause queues new requests (none is refused), `resume` is never an error, the engine's routes are not
-//! guarded by the API key, `/health` tells nothing about the engine core, and a reload that failed half-way spoils the next one.
+//! guarded by the API key, `/health` reports nothing about the engine core, and a reload that failed half-way spoils the next one.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -160,7 +161,7 @@ struct SleepQuery {
     level: Option<u8>,
 }
 
-/// Level 1 keeps the weights next to the GPU, level 2 gives them up; the label says what it said.
+/// Level 1 keeps the weights in host memory, level 2 discards them; the label stays the same.
 async fn sleep(State(front): State<Arc<Front>>, Query(query): Query<SleepQuery>) -> Response {
     let level = query.level.unwrap_or(1);
     if level > 2 {

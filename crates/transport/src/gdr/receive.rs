@@ -24,7 +24,7 @@ use weightsync_gpu::worker::{Peer, WorkerError};
 /// Buckets that were given out and that the chain has not taken yet.
 const GIVEN: usize = 2;
 
-/// What the member before said.
+/// An announcement of the previous member.
 enum Announced {
     Lent(BucketHeader, LentPiece),
     /// It makes no sense.
@@ -92,7 +92,7 @@ impl Receiver {
 impl Carrier for Receiver {
     fn head(&mut self, header: BucketHeader) {
         self.open += 1;
-        // A task that ended has said why.
+        // A task that ended has reported why.
         if let Err(disorder) = self.so_far.head(header) {
             let _ = self.announced.send(Announced::Wrong(disorder));
         }
@@ -134,7 +134,7 @@ impl Carrier for Receiver {
             }
             return match carried {
                 Some(carried) => carried,
-                // Both tasks ended, and one of them said why before.
+                // Both tasks ended, and one of them reported why before.
                 None => std::future::pending().await,
             };
         }

@@ -193,7 +193,7 @@ impl Communicator {
         }
     }
 
-    /// A stream ended in the middle: ranks may be in different broadcasts. Copies leave nothing behind that a later stream could meet.
+    /// A stream ended in the middle: ranks may be in different broadcasts. Copies leave nothing that a later stream could meet.
     pub(super) fn stream_failed(&self, failure: StreamFailure) {
         if self.is_collective() {
             self.break_off(failure);
@@ -210,7 +210,7 @@ impl Communicator {
         }
     }
 
-    /// A failure of one of our workers, in the words of the chain. None: anyone who is at fault, the chain will tell, or no one.
+    /// A failure of one of our workers, in the terms of the chain. `None`: the chain will name the member at fault, or no member is.
     pub(super) fn blame(&self, error: &WorkerError) -> Option<StreamFailure> {
         let mine = || StreamFailure::Lost { peer: self.me.clone(), cause: error.to_string() };
         match error {
@@ -218,7 +218,7 @@ impl Communicator {
                 WorkerFaultCode::Late | WorkerFaultCode::Aborted | WorkerFaultCode::Nccl => None,
                 _ => Some(mine()),
             },
-            // Said by anyone who keeps the slots: a leader's are kept by broadcasts that others have not entered.
+            // The holder of the slots reports it: broadcasts that others have not entered hold a leader's.
             WorkerError::NoSlot { .. } => None,
             WorkerError::Start { .. } | WorkerError::Gone { .. } | WorkerError::Nonsense { .. } => Some(mine()),
         }

@@ -1,9 +1,9 @@
-//! The leader's end of a stream out of the ring on its GPU, into a member that opened this ring by CUDA IPC or reads it through NIXL: each
-//! piece is put into a slot, announced when it is there, and the slot is used again when the member said that it has the bytes.
+//! The leader's end of a stream from the ring on its GPU, into a member that opened this ring by CUDA IPC or reads it through NIXL. Each
+//! piece is put into a slot and announced. The slot is reused when the member reported that it has the bytes.
 //!
-//! Decides how many pieces are out: as many as there are slots. A member that keeps them all for too long is the silent one. What a member that
-//! is gone may still read does no harm: no one believes what it copied. It never touches the communicator: a stream of copies that fails leaves
-//! no rank in the middle of anything.
+//! Decides how many pieces are in flight: as many as there are slots. A member that keeps them all for too long is the silent one. A lost
+//! member may still read, which does no harm: its copy is not trusted. It never touches the communicator: a failed stream of copies leaves
+//! no rank in a collective.
 
 use std::collections::BTreeMap;
 use std::pin::pin;

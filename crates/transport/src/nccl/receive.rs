@@ -129,7 +129,7 @@ impl Carrier for Receiver {
             self.so_far.whole();
             Announced::Head(header)
         };
-        // A task that ended has said why.
+        // A task that ended has reported why.
         let _ = self.announced.send(announced);
     }
 
@@ -195,7 +195,7 @@ impl Drop for Receiver {
 }
 
 impl Stream {
-    /// Tells the chain what went wrong. What no one here did is reported only when no one else was named meanwhile.
+    /// Reports the failure to the chain. Reports a failure that this member did not cause only if no culprit is known by then.
     async fn fail(&self, error: &WorkerError, give: &mpsc::Sender<Carried>) {
         let failure = if let Some(failure) = self.unread(error).or_else(|| self.communicator.blame(error)) {
             failure

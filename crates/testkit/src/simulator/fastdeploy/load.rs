@@ -1,8 +1,9 @@
-//! How weights leave and enter a simulated FastDeploy: sleep and wake-up, the snapshot, the library's streams, and the asynchronous message.
+//! How weights leave and enter a simulated FastDeploy: sleep and wake-up, the snapshot, the library's streams, and the asynchronous
+//! message.
 //!
-//! Decides what each leaves behind when it fails in the middle, as the sources do: a snapshot and the stream of checkpoint tensors (GDR)
-//! replace parameter by parameter, the RDMA stream compares everything first; a draft model whose weights are missing is found after the main
-//! model was loaded; only the legacy route looks for parameters that are still empty, and not for the asynchronous message.
+//! Decides what remains after a failure in the middle, as in the sources. A snapshot and the stream of checkpoint tensors (GDR) replace
+//! parameter by parameter; the RDMA stream compares everything first. A draft model without weights is detected after the main model was
+//! loaded. Only the legacy route searches for parameters that are still empty, and not for the asynchronous message.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
