@@ -1,7 +1,7 @@
 //! A safetensors checkpoint as a source of buckets, for an object that names a directory and for `publishCheckpoint`.
 //!
-//! Reads one bucket ahead, off the async threads. It refuses a checkpoint that was written to while it was read: no one can tell then
-//! which step its bytes belong to.
+//! Reads one bucket ahead, off the async threads. It refuses a checkpoint that was written to while it was read: it is not known then to
+//! which step its bytes belong.
 
 use std::path::PathBuf;
 use std::sync::Arc;

@@ -272,7 +272,7 @@ impl Core {
         }
     }
 
-    /// Tells everybody at once that a peer of an epoch cannot be reached.
+    /// Notifies all listeners at once that a peer of an epoch cannot be reached.
     pub fn peer_lost(&self, id: &EpochId, peer: &MemberName, cause: &str) {
         tracing::warn!(epoch = %id, %peer, cause, "lost a peer");
         self.events.peer_lost(id, peer, cause);
@@ -319,7 +319,7 @@ impl Admission for Core {
         if &hello.to != epoch.me() {
             return Err(refusal(RefusalCode::WrongIncarnation, format!("{} was meant, this is {}", hello.to, epoch.me())));
         }
-        // Digests are compared in constant time; texts would tell by the time taken how many characters agree.
+        // Digests are compared in constant time; the time of a comparison of texts would show how many characters agree.
         if blake3::hash(hello.secret.as_bytes()) != blake3::hash(epoch.commit.secret.as_bytes()) {
             return Err(refusal(RefusalCode::Forbidden, "the secret is not that of the epoch"));
         }

@@ -215,8 +215,9 @@ impl Announcer {
         }
     }
 
-    /// Returns when no one listens any more, when the assignment should be asked for again, or when no one came to listen for as long as
-    /// `patience`. Tells whether somebody listened.
+    /// Returns when no coordinator reads the events any more, when the assignment should be requested again, or when none came for as long
+    /// as
+    /// `patience`. Returns whether one was reading.
     async fn rest(&self, patience: Duration) -> bool {
         // Many agents that lost one controller must not all come back in one instant.
         let spread = |time: Duration| time.mul_f64(rand::rng().random_range(0.7..1.0));

@@ -117,7 +117,7 @@ impl Events {
         self.update.borrow().latest.clone()
     }
 
-    /// A peer of an epoch was lost. Said once for each peer and cause.
+    /// A peer of an epoch was lost. Reported once for each peer and cause.
     pub fn peer_lost(&self, id: &EpochId, peer: &MemberName, cause: &str) {
         self.losses.send_if_modified(|losses| {
             if losses.id.as_ref() != Some(id) {

@@ -140,7 +140,7 @@ impl Fabric {
         Arc::new(Self { core, settings, cgroups, gpus, transport, host: Mutex::default(), on_gpus: Mutex::default() })
     }
 
-    /// What is said of NIXL when an epoch is prepared. The slots of the epoch before are given up: no member reads them any more.
+    /// The report about NIXL when an epoch is prepared. The slots of the previous epoch are released: no member reads them any more.
     pub async fn report(&self, policy: &TransportPolicy, within: Duration) -> FabricReport {
         self.transport.leave(None);
         let rdma = has_rdma_device();
@@ -279,7 +279,7 @@ impl Fabric {
         Ok((Slots::Gpu(slots), workers))
     }
 
-    /// Whether the last report said that slots can lie on GPUs.
+    /// Whether, by the last report, slots can be on GPUs.
     fn has_gpu_slots(&self) -> bool {
         lock(&self.on_gpus).as_ref().is_some_and(|opening| opening.is_good(|facts| facts.gpu_memory.is_ok()))
     }

@@ -1,7 +1,7 @@
-//! One publish as the source agent's state machine sees it: what to bring out, until when, and whom to tell.
+//! One publish as the source agent's state machine sees it: the version, its deadline, and the receiver of the result.
 //!
-//! The two ends of a [`Reporter`] keep one promise: anyone who asked for a publish hears exactly one outcome, also when the state machine
-//! drops the job. This file moves words only; it never decides about versions, queues or members.
+//! The two ends of a [`Reporter`] keep one promise: a caller that requested a publish gets exactly one outcome, even if the state machine
+//! drops the job. This file moves messages only; it never decides about versions, queues or members.
 
 use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;

@@ -122,7 +122,7 @@ struct Inner {
     answered: Option<(EngineStart, CanaryPolicy)>,
     /// What the engine was last switched to.
     last: Option<HeldVersion>,
-    /// A start of the engine that cannot be fed from GPU memory although it said so, and why.
+    /// A start of the engine that cannot be fed from GPU memory although it reported that it can, and why.
     no_device: Option<(EngineStart, String)>,
     /// Verified, not installed.
     staged: Option<Arc<Version>>,

@@ -1,7 +1,7 @@
-//! Who serves what: the roster as routers and trainers read it.
+//! The roster for routers and trainers: which replica serves which version.
 //!
-//! Decides the word for each replica's state from what it said last. It never asks anybody, and it never calls a replica ready that did not
-//! say itself that its engine confirmed the version.
+//! Decides each replica's state from its last report. It never sends a request, and it never calls a replica ready that did not report
+//! itself that its engine confirmed the version.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

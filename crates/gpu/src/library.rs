@@ -24,7 +24,7 @@ pub(super) fn open(path: &Path) -> Result<Opened, String> {
     })
 }
 
-/// The file behind a bare name that the loader found, as the kernel says; the path itself when it is one.
+/// The file that the loader found for a bare name, as the kernel reports it; the path itself if it is one.
 pub(super) fn loaded_from(path: &Path) -> String {
     if path.components().count() > 1 {
         return path.display().to_string();

@@ -1,12 +1,12 @@
-//! A GPU behind a child process: the agent's handle of it, and the child's own loop.
+//! A GPU with a child process: the agent's handle of it, and the child's own loop.
 //!
-//! Everything that touches libcuda, libnccl or libnixl_capi happens in the child (`weightsync worker`, [`serve`]), so that a call that hangs, aborts or
-//! corrupts costs one process: the agent kills it and starts another. The agent's side ([`Worker`]) is async and knows no driver. Every
-//! request has a deadline on both sides. A worker that does not answer a grace after its deadline is killed; a worker that ends fails all
-//! requests with how it ended, and nothing starts it again but anyone who started it.
+//! Everything that touches libcuda, libnccl or libnixl_capi happens in the child (`weightsync worker`, [`serve`]), so that a call that
+//! hangs, aborts or corrupts costs one process: the agent kills it and starts another. The agent's side ([`Worker`]) is async and knows no
+//! driver. Every request has a deadline on both sides. A worker that does not answer within a grace period after its deadline is killed. A
+//! worker that ends fails all requests with the cause; only its owner starts it again.
 //!
-//! What a request uses (a slot, mapped or imported memory, an event) is held until its answer, also when the caller stopped waiting: a
-//! slot is not given out again while a broadcast may still write into it.
+//! What a request uses (a slot, mapped or imported memory, an event) is held until its answer, even if the caller stopped waiting: a slot
+//! is not given out again while a broadcast may still write into it.
 
 mod asks;
 mod fabric;

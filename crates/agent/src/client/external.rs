@@ -49,7 +49,7 @@ impl ExternalSide {
         self.epochs.is_some()
     }
 
-    /// Tells epochs from now on, the present one first.
+    /// Sends epochs from now on, the present one first.
     pub(super) fn watch(&mut self) {
         let mut epochs = self.desk.epochs();
         epochs.mark_changed();

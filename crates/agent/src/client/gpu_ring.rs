@@ -146,7 +146,7 @@ impl TrainerGpuRing {
         }
     }
 
-    /// Looks for the check after the trainer's events; tells whether events can be used.
+    /// Searches for the check after the trainer's events; returns whether events can be used.
     pub(super) async fn prove(&self, handles: &[String]) -> Result<bool, String> {
         let events = self.import(handles).await;
         let last = self.ring.slots().saturating_sub(1);

@@ -91,7 +91,7 @@ impl Publish {
                 };
                 let source = TrainerRing::new(layout, repeatable, means, Arc::clone(&turn), from_trainer);
                 shared.queue.push(job(Box::new(source), reporter), self.queue);
-                // Said when it stands in line: a client that publishes over two connections keeps its order by waiting for this.
+                // Sent once it is in the queue: a client that publishes over two connections keeps its order by waiting for this.
                 outbox.say(ClientReply::Accepted { version: self.version });
             }
             From::Checkpoint { path } => {

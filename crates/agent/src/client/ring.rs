@@ -35,7 +35,7 @@ pub(super) enum Ring {
 /// The ring of a connection, if it has one yet. It outlives a publish, and serves the next one if that needs the same.
 pub(super) type RingOfConnection = Arc<Mutex<Option<Ring>>>;
 
-/// What a connection tells the source of its publish.
+/// The messages of a connection to the source of its publish.
 pub(super) enum FromTrainer {
     Opened { ring: u64, events: Vec<String> },
     Unopened { ring: u64, reason: String },
@@ -332,7 +332,7 @@ impl VersionSource for TrainerRing {
                 self.turn.say(ClientReply::Again { attempt: self.attempt, reason: reason.to_owned() });
             }
         } else {
-            // The next bucket that is asked for announces another ring, which tells the trainer to start over.
+            // The next requested bucket announces another ring, which makes the trainer start over.
             *self.turn.slots() = None;
             self.open = None;
         }

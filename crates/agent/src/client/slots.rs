@@ -54,7 +54,7 @@ impl Slots {
         Ok(Fill::Next)
     }
 
-    /// A client says that it filled all buckets; `false` when that is said of an attempt that is over.
+    /// A client reports that it filled all buckets; `false` if the report is about an ended attempt.
     pub(super) fn end(&mut self, attempt: u32) -> Result<bool, String> {
         if attempt < self.attempt {
             return Ok(false);
@@ -72,7 +72,8 @@ impl Slots {
         Ok(true)
     }
 
-    /// A slot of the ring that was announced in the attempt `since` is read no more; tells whether that is the ring that is written now.
+    /// A slot of the ring that was announced in the attempt `since` is no longer read; returns whether that is the ring that is written
+    /// now.
     pub(super) fn free(&mut self, since: u32, slot: u32) -> bool {
         if since != self.since {
             return false;

@@ -143,7 +143,7 @@ impl TrainerClient {
         }
     }
 
-    /// Fills one slot, or says the end; tells whether there may be more to do without hearing anything first.
+    /// Fills one slot, or reports the end; returns whether more can be done without a reply first.
     fn fill_next(&mut self, filling: &mut Option<Filling>, fill: &mut Fill<'_>) -> Result<bool, TrainerError> {
         let Some(filling) = filling.as_mut().filter(|filling| !filling.ended) else { return Ok(false) };
         let attempt = filling.attempt;

@@ -1,6 +1,6 @@
-//! What one publish shares between its connection, its source, and the slots of its ring that are lent out.
+//! The shared state of one publish: its connection, its source, and the slots of its ring that are lent out.
 //!
-//! Decides the order of what is said about slots: it is that of the book.
+//! Decides the order of messages about slots: it is that of the book.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -24,7 +24,7 @@ impl Turn {
         Self { version, outbox, slots: Mutex::new(None), released: AtomicBool::new(false), total_bytes: AtomicU64::new(0) }
     }
 
-    /// The book of slots. What is said to the client about slots is said while it is held, so that the order of the lines is that of the book.
+    /// The book of slots. Messages to the client about slots are sent while it is held, so that the order of the lines is that of the book.
     pub(super) fn slots(&self) -> MutexGuard<'_, Option<Slots>> {
         self.slots.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -71,7 +71,7 @@ impl Turn {
         self.outbox.put(line);
     }
 
-    /// Takes a filled slot into the book; tells whether the source is to hear of it.
+    /// Enters a filled slot into the book; returns whether the source must be notified.
     pub(super) fn fill(&self, attempt: u32, sequence: u32, slot: u32) -> Result<bool, String> {
         let mut slots = self.slots();
         let fill = slots.as_mut().ok_or("a bucket came before the ring was announced")?.fill(attempt, sequence, slot)?;
@@ -81,7 +81,7 @@ impl Turn {
         Ok(fill == Fill::Next)
     }
 
-    /// Takes the end of an attempt into the book; tells whether the source is to hear of it.
+    /// Enters the end of an attempt into the book; returns whether the source must be notified.
     pub(super) fn end(&self, attempt: u32) -> Result<bool, String> {
         self.slots().as_mut().ok_or("the end came before the ring was announced")?.end(attempt)
     }

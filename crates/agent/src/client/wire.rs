@@ -110,7 +110,7 @@ async fn write_with(socket: &mut OwnedWriteHalf, line: &[u8], descriptor: Borrow
     write(socket, line.get(sent..).unwrap_or_default()).await
 }
 
-/// Sends the beginning of a line with the descriptor next to it, and tells how many bytes left.
+/// Sends the beginning of a line together with the descriptor, and returns how many bytes were sent.
 fn send_with(socket: &OwnedWriteHalf, line: &[u8], descriptor: BorrowedFd<'_>) -> io::Result<usize> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut alongside = SendAncillaryBuffer::new(&mut space);

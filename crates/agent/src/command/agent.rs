@@ -1,6 +1,6 @@
-//! `weightsync agent`: the agent of one pod, until it is asked to stop.
+//! `weightsync agent`: the agent of one pod, until it receives a request to stop.
 //!
-//! Everything is said by flags or the environment; secrets come from a file, from standard input, or from a variable, never from the
+//! All settings come from flags or the environment; secrets come from a file, from standard input, or from a variable, never from the
 //! command line. `weightsync run` starts the same agent next to a command.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};

@@ -1,8 +1,8 @@
-//! Tells trainers that drive their own data plane which epoch works, and at once when it does not any more.
+//! Sends trainers with their own data plane the working epoch, and at once its end.
 //!
-//! An epoch is announced when it is committed and every replica said what it holds. It is over when it is fenced or replaced, and as soon as one of
-//! its replicas is lost: a collective that lacks a rank never ends, so no one waits for the coordinator's word. It decides nothing about what
-//! follows: the coordinator does.
+//! An epoch is announced when it is committed and every replica reported its version. It has ended when it is fenced or replaced, and as
+//! soon as one of its replicas is lost: a collective that lacks a rank never ends, so no trainer waits for the coordinator's message. The
+//! coordinator decides what follows.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -51,7 +51,7 @@ pub async fn keep(core: Arc<Core>, leader: Arc<Leader>, desk: Arc<ExternalDesk>,
     }
 }
 
-/// Tells the epoch, and then the first loss in it.
+/// Sends the epoch, and then the first loss in it.
 async fn follow(core: &Core, leader: &Leader, desk: &ExternalDesk, epoch: &Arc<Epoch>) {
     let peers = leader.peers(epoch);
     let mut known = peers.watch();

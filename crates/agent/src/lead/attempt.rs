@@ -40,7 +40,7 @@ pub trait Stage: Send {
     /// Every member that will ever verify the version did; returns when engines may switch.
     async fn staged(&mut self) -> Result<(), Failure>;
 
-    /// What is known of members that were asked to switch; said before they are informed, and whenever something is heard.
+    /// The known state of members that were asked to switch; reported before they are informed, and after each of their reports.
     fn switching(&mut self, known: Switching);
 }
 
@@ -285,7 +285,7 @@ impl<'a> Attempt<'a> {
         Ok(())
     }
 
-    /// Of members that pass bytes on: those that did not verify them come first in the next chain, and who was before them is said.
+    /// Of members that pass bytes on: those that did not verify them come first in the next chain, and their predecessor is reported.
     fn learn_order(&mut self, chain: &[MemberName]) {
         let passed_on = self.view.feeding || self.epoch.communicator().is_none() && self.epoch.engines().is_none();
         if !passed_on {

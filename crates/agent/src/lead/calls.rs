@@ -105,7 +105,7 @@ impl Calls {
                     after = Some(status.sequence);
                     Answer::Status(status)
                 }
-                // Whether it is lost is said by its event stream; here it is only asked again, not too often.
+                // Its event stream shows whether it is lost; here the call is only repeated, not too often.
                 Err(error) => {
                     tracing::debug!(%member, %error, "status unknown");
                     sleep(Duration::from_millis(200).saturating_sub(begun.elapsed())).await;

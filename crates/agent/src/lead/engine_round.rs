@@ -23,7 +23,7 @@ use weightsync_gpu::worker::{Broadcast, GRACE, WorkerError};
 use weightsync_net::https::CallError;
 use weightsync_transport::nccl::PackedBucket;
 
-/// Once an engine said that it received, our broadcast ends within this long, or the engine took no part in it.
+/// Once an engine reported that it received, our broadcast ends within this time, or the engine took no part in it.
 const AFTER_SUCCESS: Duration = Duration::from_secs(2);
 /// What an agent may take beyond the time that its engine has.
 const ANSWER: Duration = Duration::from_secs(2);

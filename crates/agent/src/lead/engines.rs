@@ -251,7 +251,7 @@ impl Leader {
 }
 
 impl Led {
-    /// A group with a store: every rank of every engine said hello there. Else: the communicator stands.
+    /// A group with a store: every rank of every engine sent its hello there. Else: the communicator exists.
     async fn prove(&self, deadline: Instant) -> Result<(), Refusal> {
         let within = deadline.saturating_duration_since(Instant::now());
         if let Some(store) = &self.store {

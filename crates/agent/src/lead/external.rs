@@ -1,7 +1,7 @@
 //! An attempt whose bytes the trainer's own data plane moves: mark every engine, let the trainer work, have the agents prove.
 //!
-//! All members of the epoch take part or none: a collective that lacks a rank never ends, so one refusal, one loss or one dead engine ends the
-//! attempt for all, at once. A replica that the trainer itself reports as failed is left behind alone.
+//! All members of the epoch take part or none: a collective that lacks a rank never ends, so one refusal, one loss or one dead engine ends
+//! the attempt for all, at once. A replica that the trainer itself reports as failed is the only one without the version.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

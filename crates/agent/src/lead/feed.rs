@@ -1,8 +1,8 @@
-//! Brings the group's current version to rollouts that lack it: joiners, engines that started again, replicas that were left behind.
+//! Brings the group's current version to rollouts that lack it: joiners, restarted engines, replicas that missed it.
 //!
-//! Decides who lacks it, by what members say of themselves, and when one that failed is tried again: each backs off alone. It never lowers
-//! a member's version while somebody else may be publishing, unless the group went back from that version; nor from a version that enough
-//! members serve to make it count, as after a publish whose outcome was not heard.
+//! Decides which rollouts lack it, by the members' reports, and when a failed one is tried again: each backs off alone. It never lowers a
+//! member's version while another leader may be publishing, unless the group went back from that version. Nor does it lower a version that
+//! enough members serve to make it count, as after a publish with an unknown outcome.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};

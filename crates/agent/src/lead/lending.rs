@@ -1,7 +1,7 @@
 //! Lends the source's ring to the members of an epoch that are on its GPU and have no rank, before the epoch counts.
 //!
-//! A member that cannot open the memory, does not find the check in it, or does not answer in time is not lost by that: it gets the bytes over a
-//! connection, through the host, and the reason is said in status. Decides nothing else.
+//! A member that cannot open the memory, does not find the check in it, or does not answer in time is not lost by that: it gets the bytes
+//! over a connection, through the host, and status has the reason. Decides nothing else.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -1,7 +1,7 @@
-//! What a leader hears from the rollouts of its epoch: their facts, and at once when one is lost.
+//! The leader's view of the rollouts of its epoch: their facts, and the loss of one, at once.
 //!
-//! Decides that a peer is lost (its stream closed and cannot be opened again at once, or nothing was heard for three heartbeats, or another
-//! life of it answers) and tells everybody. It never decides what follows from a loss.
+//! Decides that a peer is lost: its stream closed and cannot be reopened at once, or no message came for three heartbeats, or another
+//! incarnation of it answers. It notifies all listeners. It never decides what follows from a loss.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

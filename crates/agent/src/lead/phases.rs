@@ -165,7 +165,7 @@ impl Attempt<'_> {
         verdict: impl Fn(&Table) -> Verdict + Send + Sync,
     ) -> Result<(), Failure> {
         let peers = self.peers.clone();
-        // Every change extends the wait; when enough succeeded, silence of the others ends it as well, and they are behind.
+        // Every change extends the wait. Once enough succeeded, silence of the others ends it as well: they lack the version.
         let mut end = Instant::now() + self.silence;
         loop {
             let open: Vec<MemberName> = self.members.iter().filter(|member| !self.table.is_over(member)).cloned().collect();
@@ -251,8 +251,8 @@ impl Attempt<'_> {
                 let message = error.to_string();
                 if let Some(peer) = error.peer() {
                     self.table.lost(peer, &message);
-                    // A member that said no lives; of the others the coordinator must hear at once. A broadcast to engines needs every one of
-                    // them, so there the next group is formed without one that said no.
+                    // A member that refused still runs; the coordinator must learn of the others at once. A broadcast to engines needs
+                    // every one of them, so the next group is formed without one that refused.
                     let needed = self.epoch.engines().is_some() && !self.view.feeding;
                     if needed || !matches!(error, TransportError::Refused { .. }) {
                         self.leader.core.peer_lost(self.epoch.id(), peer, &message);

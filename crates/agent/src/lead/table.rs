@@ -39,7 +39,7 @@ pub enum Verdict {
 pub struct Switching {
     /// Their engines confirmed the version.
     pub installed: Vec<MemberName>,
-    /// They said that they did not install it.
+    /// They reported that they did not install it.
     pub failed: Vec<MemberName>,
     /// No one heard what came of it: they may serve it.
     pub unheard: Vec<MemberName>,

@@ -107,7 +107,7 @@ impl Shown {
         *self = Self { failed, ..Self::default() };
     }
 
-    /// The answer to a probe. The log tells when it changed: users lose a replica by that, and the kubelet keeps to itself why.
+    /// The answer to a probe. A change is logged: it costs users a replica, and the kubelet does not show the reason.
     fn answer(&mut self) -> Result<(), String> {
         let ready = self.ready();
         if self.was_ready.replace(ready.is_ok()) != Some(ready.is_ok()) {

@@ -26,7 +26,7 @@ impl Companions {
         for entry in fs::read_dir(model)? {
             let entry = entry?;
             let name = entry.file_name();
-            // Follows links: model hubs keep every file behind one.
+            // Follows links: in caches of model hubs, every file is a link.
             let Ok(about) = fs::metadata(entry.path()) else { continue };
             let text = name.to_string_lossy();
             let weights = WEIGHTS.iter().any(|ending| text.ends_with(ending));

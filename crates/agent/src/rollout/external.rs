@@ -45,7 +45,7 @@ impl Watched {
     }
 
     fn tell(&self, order: Order) {
-        // The task is gone when it came to an end of its own, and said so.
+        // If the task has ended by itself, it has reported that.
         let _gone = self.0.send(order);
     }
 }
@@ -92,7 +92,7 @@ impl Rollout {
             Some((of, Some(Arriving::External(watched, held)))) if *of == update => Some((watched.clone(), held.clone())),
             _ => None,
         });
-        // An update that ended by itself said how.
+        // An update that ended by itself has reported how.
         let Some((watched, held)) = watched else { return self.answer(&update) };
         match outcome {
             ExternalOutcome::Delivered { engine_version } => {

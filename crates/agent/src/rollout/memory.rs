@@ -1,8 +1,8 @@
-//! Takes the stream of one attempt into a ring of shared memory, out of which the engine's own workers load while later bytes still travel.
+//! Takes the stream of one attempt into a ring of shared memory, from which the engine's own workers load while later bytes still travel.
 //!
-//! For a machine that has no room for a version in files. Decides what arrived (order, coverage, digests, as [`super::receive`] does for
-//! files), cuts the stream again between tensors, and tells the workers of a bucket only when its bytes are proven. The engine serves until
-//! the ring is full; from then on it is paused and loads. Nothing is kept: others are fed by members that have the version.
+//! For a machine without room for a version in files. Decides what arrived (order, coverage, digests, as [`super::receive`] does for
+//! files), cuts the stream again between tensors, and describes a bucket to the workers only when its bytes are proven. The engine serves
+//! until the ring is full; from then on it is paused and loads. Nothing is kept: others are fed by members that have the version.
 
 mod feeding;
 
@@ -107,7 +107,7 @@ impl MemoryReceiver {
         copied.ok_or_else(|| refusal(RefusalCode::Internal, "more bytes came than there was room for"))
     }
 
-    /// Tells of the buckets that are proven up to that byte.
+    /// Describes the buckets that are proven up to that byte.
     fn proven(&self, until: u64) -> Result<(), Refusal> {
         let mut arrived = lock(&self.arrived);
         let Some(arrived) = arrived.as_mut() else { return Ok(()) };

@@ -1,14 +1,14 @@
 //! Whether a rollout's pod may serve.
 //!
-//! Pure. Ready means: the engine's present start, which is there at this very moment, was seen to confirm a version that was verified in full,
-//! or no one asks for one. Unknown, partial, stale and behind mean not ready, each with its reason.
+//! Pure. Ready means: the engine's present start exists at this moment, and confirmed a version that was verified in full, or no version is
+//! required. Unknown, partial, stale and outdated mean not ready, each with its reason.
 
 use super::machine::Installed;
 use super::same_version;
 use weightsync_core::protocol::{HeldVersion, Returned, Skew, Version, skew};
 use weightsync_engine::EngineStart;
 
-/// What the controller wants of this rollout; nothing is known before it said so.
+/// The controller's assignment for this rollout; nothing is known before the first one.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Assigned {
     pub known: bool,

@@ -202,7 +202,7 @@ impl Rollout {
         }
     }
 
-    /// Tells an engine that is stuck for good from one that is merely gone: its front answers, and one token does not come.
+    /// Distinguishes a permanently stuck engine from a lost one: its front answers, and one token does not come.
     async fn look_for_wedge(&self, health: &HealthPolicy) {
         let asks =
             self.with(|inner| inner.engine.unhealthy() && !inner.engine.unreachable() && !inner.engine.gone() && !inner.engine.wedged);
@@ -281,7 +281,7 @@ impl Rollout {
                 });
                 true
             }
-            // Who pauses is said by the group; a trainer's own pause is not ours to undo.
+            // The group decides which side pauses; a trainer's own pause is not ours to undo.
             Ok(_) => {
                 let pauses = |policy: &UpdatePolicy| policy.pause != PausePolicy::External && policy.delivery != Delivery::External;
                 let ours = match &*self.core.standing().borrow() {

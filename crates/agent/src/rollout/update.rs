@@ -23,7 +23,7 @@ use weightsync_net::deadline::ProgressDeadline;
 use weightsync_net::identity::PeerIdentity;
 use weightsync_transport::{Fault, Transfer};
 
-/// Longest wait of a status request for news.
+/// Longest wait of a status request for a change.
 pub const LONG_POLL: Duration = Duration::from_secs(1);
 
 /// So many times the allowed silence may pass before a begin is answered: an engine that answers no request while it is fed is paused first,

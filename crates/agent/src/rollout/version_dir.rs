@@ -40,7 +40,7 @@ pub struct AgentDir {
 }
 
 impl AgentDir {
-    /// Takes `ROOT/NAME` for this agent, and sweeps what agents left there that live no more; tells how many directories that were.
+    /// Takes `ROOT/NAME` for this agent, and removes the directories of agents that no longer run; returns the number of those.
     pub fn open(root: &Path, name: &str) -> Result<(Self, usize), DirError> {
         // Readable by the engine, whose user may be another one.
         fs::DirBuilder::new().recursive(true).mode(0o755).create(root).map_err(at(root))?;

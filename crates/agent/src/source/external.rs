@@ -71,7 +71,7 @@ impl Source {
             words: &mut words,
             tell: &tell,
         };
-        // The leader first: an attempt that began tells the coordinator how it ended, also when it is given up at once.
+        // The leader first: an attempt that began reports its end to the coordinator, even if it is cancelled at once.
         let outcome = tokio::select! {
             biased;
             // It ends in time by itself, and says what was under way; this ends the wait for one that does not.

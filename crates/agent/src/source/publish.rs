@@ -347,7 +347,7 @@ impl Publish {
     }
 }
 
-/// What one attempt of a publish tells its asker, and keeps.
+/// What one attempt of a publish reports to its caller, and keeps.
 struct PublishStage<'a> {
     source: &'a Source,
     reporter: &'a mut Reporter,

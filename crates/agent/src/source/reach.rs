@@ -1,7 +1,7 @@
-//! Whom a publish reached although it failed: a leader that is cut off while engines switch does not know what they did.
+//! Which members a failed publish reached: a leader that is cut off while engines switch does not know what they did.
 //!
-//! Pure. Decides whether a failure may be reported as one (nothing that counts moved), or the outcome is not known. Who said that it installed, or
-//! did not, is believed; silence is neither.
+//! Pure. Decides whether a failure may be reported as one (nothing that counts moved), or the outcome is not known. A report that a member
+//! installed, or did not, is trusted; silence is neither.
 
 use std::collections::BTreeSet;
 

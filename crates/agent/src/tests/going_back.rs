@@ -198,7 +198,7 @@ fn numbers_rolled_back_from_are_never_published_again() {
     }
     assert!(history.admit(8, Some(&held(4))).is_ok());
     history.reached(held(9));
-    // Said once more, by an epoch that is as old.
+    // Repeated by an epoch that is as old.
     history.went_back(&held(4), 7);
     assert_eq!(history.done(), Some(&held(9)));
     assert!(history.admit(9, None).is_err() && history.admit(10, None).is_ok());

@@ -1,4 +1,4 @@
-//! Directories: nothing stays behind, and no living agent's files are touched.
+//! Directories: no files remain, and no running agent's files are touched.
 
 use std::path::Path;
 

@@ -1,4 +1,4 @@
-//! Versions that would fail whenever they are published: said at once, not tried until the time is over.
+//! Versions that would fail whenever they are published: reported at once, not retried until the deadline.
 
 use std::time::Duration;
 

@@ -40,7 +40,7 @@ pub struct Communicator {
 unsafe impl Send for Communicator {}
 
 impl Communicator {
-    /// Begins to join a group; [`progress`](Self::progress) tells when it is joined.
+    /// Begins to join a group; [`progress`](Self::progress) returns whether it has joined.
     pub fn begin(nccl: &'static Nccl, id: &NcclId, rank: u32, world: u32) -> Result<Self, GpuError> {
         let mut raw = null_mut();
         let mut config = Config::non_blocking();

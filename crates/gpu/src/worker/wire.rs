@@ -40,7 +40,7 @@ pub(super) async fn write(mut frames: mpsc::UnboundedReceiver<Outgoing>, mut soc
     }
 }
 
-/// Sends the beginning of a frame with the descriptor next to it, and tells how many bytes left.
+/// Sends the beginning of a frame together with the descriptor, and returns how many bytes were sent.
 fn send_alongside(socket: &OwnedWriteHalf, frame: &[u8], descriptor: &OwnedFd) -> io::Result<usize> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut alongside = SendAncillaryBuffer::new(&mut space);
@@ -52,7 +52,7 @@ fn send_alongside(socket: &OwnedWriteHalf, frame: &[u8], descriptor: &OwnedFd) -
     Ok(rustix::net::sendmsg(socket.as_ref(), &[IoSlice::new(frame)], &mut alongside, flags)?)
 }
 
-/// Reads answers until the worker ends or talks nonsense; tells which.
+/// Reads answers until the worker ends or sends invalid data; returns which.
 pub(super) async fn read(mut socket: OwnedReadHalf, mut heard: impl FnMut(WorkerReply)) -> String {
     let mut received = Vec::new();
     loop {

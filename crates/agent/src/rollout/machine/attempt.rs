@@ -14,7 +14,7 @@ pub(super) enum Stage {
     Delivered(HeldVersion),
     Installing(HeldVersion),
     Installed,
-    /// Said no before a byte moved.
+    /// Refused before a byte moved.
     Refused,
     Failed,
 }

@@ -54,8 +54,8 @@ impl Machine {
         Ok(Opening::Check)
     }
 
-    /// The trainer says that its data plane finished here: [`Machine::install_confirmed`] or [`Machine::install_failed`] follows. False when
-    /// that was said before.
+    /// The trainer reports that its data plane finished here: [`Machine::install_confirmed`] or [`Machine::install_failed`] follows. False
+    /// if it reported that before.
     pub fn delivered_external(&mut self, update: &UpdateId, held: HeldVersion) -> Result<bool, Refusal> {
         let attempt = self.known(update)?;
         if matches!(attempt.stage, Stage::Installing(_) | Stage::Installed) {
