@@ -216,8 +216,7 @@ impl Announcer {
     }
 
     /// Returns when no coordinator reads the events any more, when the assignment should be requested again, or when none came for as long
-    /// as
-    /// `patience`. Returns whether one was reading.
+    /// as `patience`. Returns whether one was reading.
     async fn rest(&self, patience: Duration) -> bool {
         // Many agents that lost one controller must not all come back in one instant.
         let spread = |time: Duration| time.mul_f64(rand::rng().random_range(0.7..1.0));

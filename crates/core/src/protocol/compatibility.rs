@@ -1,8 +1,8 @@
 //! Which builds of the program work together. Decides whether two builds have a protocol in common, but not the consequences for a group.
 //!
 //! A new field that an older reader may ignore needs no new number. A field or variant that it must know, or a changed meaning, needs one.
-//! [`OLDEST`] stays while this build still reads both.
-//! `tests/protocol-N.json` keeps messages of protocol N from the time when it was the newest.
+//! [`OLDEST`] stays while this build still reads both. `tests/protocol-N.json` keeps messages of protocol N from the time when it was the
+//! newest.
 
 use serde::{Deserialize, Serialize};
 

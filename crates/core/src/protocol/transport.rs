@@ -53,8 +53,7 @@ pub struct TransportPolicy {
 impl TransportPolicy {
     /// The same settings for engines of these kinds that join groups by themselves. Ranks of one communicator must allocate their buffers
     /// in the same way; otherwise NCCL does not create it (`unhandled cuda error`, `invalid argument`: NCCL 2.28.9 on H200). SGLang
-    /// (0.5.23) starts its workers with
-    /// `NCCL_CUMEM_ENABLE=0`; the others leave NCCL's default, which is -2.
+    /// (0.5.23) starts its workers with `NCCL_CUMEM_ENABLE=0`; the others leave NCCL's default, which is -2.
     #[must_use]
     pub fn with_engines<'a>(mut self, kinds: impl IntoIterator<Item = &'a str>) -> Self {
         let mut kinds = kinds.into_iter().peekable();

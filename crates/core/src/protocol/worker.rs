@@ -45,8 +45,7 @@ pub struct WorkerReply {
 }
 
 /// The requests to a worker. `Devices`, `Stats`, `MapHost`, `Release` and `OpenFabric` are possible at any time, the requests for a fabric
-/// after
-/// `OpenFabric`, and all others after `Open`.
+/// after `OpenFabric`, and all others after `Open`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "do", rename_all = "camelCase", rename_all_fields = "camelCase")]
 #[allow(missing_docs)]

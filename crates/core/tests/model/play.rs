@@ -49,8 +49,7 @@ impl World {
         }
     }
 
-    /// Plays on after a fault that ends at `until`.
-    /// `steady` is the epoch of a healthy group that this fault must not disturb.
+    /// Plays on after a fault that ends at `until`. `steady` is the epoch of a healthy group that this fault must not disturb.
     pub(super) fn recover(&mut self, fault: Fault, until: u64, steady: Option<u64>) -> Result<(), String> {
         let disturbed = |world: &Self| match steady.filter(|epoch| world.stored_epoch != *epoch) {
             Some(_) => Err("the restarted controller disturbed what worked".to_owned()),

@@ -1,11 +1,10 @@
 //! The asynchronous IPC message of FastDeploy #7472: buckets in our own GPU memory, named one by one over ZeroMQ and cloned by each worker.
 //!
 //! This side binds one socket for each rank. The workers connect when the legacy route `/update_model_weight` makes them load, which works
-//! only after
-//! `/clear_load_weight`: from there on, the server has no weights until the last bucket came. Each rank gets the handle of the memory on
-//! its own GPU. The reply to a message is empty when the bucket was cloned and the device is idle; otherwise it is the text of an error. An
-//! empty message (`None`) ends the load. This never trusts the server's last check of its parameters, which the posted change comments out.
-//! A version is compared with the server's checkpoint before anything changes, and one that cannot be compared is refused.
+//! only after `/clear_load_weight`: from there on, the server has no weights until the last bucket came. Each rank gets the handle of the
+//! memory on its own GPU. The reply to a message is empty when the bucket was cloned and the device is idle; otherwise it is the text of an
+//! error. An empty message (`None`) ends the load. This never trusts the server's last check of its parameters, which the posted change
+//! comments out. A version is compared with the server's checkpoint before anything changes, and one that cannot be compared is refused.
 
 use std::path::Path;
 use std::sync::Arc;

@@ -2,11 +2,10 @@
 //!
 //! A frame is u32 kind, u32 length (both little-endian), then so many bytes. Towards the end of the chain: `Head` (24 bytes: a
 //! [`BucketHeader`]), `Part`s, `Digest` (16 bytes, little-endian), ..., `End`. Towards the leader: `Admitted`, `Done`. In both directions:
-//! `Alive`,
-//! `Failure` (JSON: [`StreamFailure`]). The sender may cut a bucket into any parts, so a sign of life or a failure fits anywhere.
+//! `Alive`, `Failure` (JSON: [`StreamFailure`]). The sender may cut a bucket into any parts, so a sign of life or a failure fits anywhere.
 //!
-//! Payloads in lent memory: towards the end of the chain `Lent` (24 bytes: a [`LentPiece`]) after its head, towards the leader
-//! `Taken` (u32: the number of a piece whose slot may be reused).
+//! Payloads in lent memory: towards the end of the chain `Lent` (24 bytes: a [`LentPiece`]) after its head, towards the leader `Taken`
+//! (u32: the number of a piece whose slot may be reused).
 //!
 //! A stream over several connections (lanes): the reply `Lanes` (u32 number of lanes, 16 bytes that name the stream) before all others. A
 //! `Cut` follows each block of a bucket ([`weightsync_core::weights::BLOCK_BYTES`]). After it, the frames continue on the next lane, in a
