@@ -11,7 +11,7 @@ if [ $# -gt 0 ]; then
   "$vale" --output line "$@" || status=1
 else
   # Of all files that git knows: a folder would bring in what was built.
-  git ls-files -z '*.md' '*.rs' '*.py' | xargs -0 "$vale" --output line || status=1
+  git ls-files -z '*.md' '*.rs' '*.py' | xargs -0 -P 2 -n 250 "$vale" --output line || status=1
 fi
 
 # A longer name does not fit a line of a test report. `fn` finds helpers too: they are read as often.
