@@ -17,7 +17,7 @@ if [ -e "$pid_file" ]; then
 fi
 rm -f "$WEIGHTSYNC_STATE/docker.sock"
 
-# What a daemon leaves behind that was killed: mounts, innermost first.
+# A killed daemon leaves its mounts: unmount them, innermost first.
 findmnt --list --noheadings --output TARGET | grep "^$WEIGHTSYNC_STATE/" | LC_ALL=C sort -r |
   while read -r target; do umount "$target"; done || true
 

@@ -41,7 +41,7 @@ else
   create() {
     kind create cluster --verbosity 1 --config <(echo "$config") --wait 180s ${image:+--image "$image"} >"$WEIGHTSYNC_STATE/kind.log" 2>&1 8>&-
   }
-  # Seen once, next to a build that held both cores: kind gave up after 70 s, and said nothing because it had been asked to be quiet.
+  # Seen once, next to a build that held both cores: kind gave up after 70 s, and printed nothing because of its quiet option.
   create || { tail -n 40 "$WEIGHTSYNC_STATE/kind.log" >&2; say "once more"; kind delete cluster --quiet --name "$WEIGHTSYNC_CLUSTER"; create; } ||
     { tail -n 40 "$WEIGHTSYNC_STATE/kind.log" >&2; exit 1; }
   kubectl wait --for=condition=Ready pods --all --all-namespaces --timeout=180s >/dev/null

@@ -18,8 +18,8 @@ commit=$(find_commit) || { git fetch --quiet --depth=1 origin "$wanted" 2>/dev/n
   exit
 }
 
-# The compiled packages of others, as links or copies: cargo takes those that fit. This tree's own are left out, because cargo cannot tell the
-# packages of two trees apart that stand at the same place in them.
+# The compiled packages of others, as links or copies: cargo takes those that fit. This tree's own are left out, because cargo cannot
+# distinguish packages at the same place in two trees.
 share_dependencies() {
   local from=$PWD/target/debug to=$1/debug file
   [ -d "$from/.fingerprint" ] || return 0
