@@ -24,7 +24,6 @@ pub(super) enum CommonChange {
 /// The part that all assignments of an object share.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Common<'a> {
-    /// The current version.
     pub(super) current: Option<&'a HeldVersion>,
     /// The rollback of the group, if there is one.
     pub(super) returned: Option<Returned>,

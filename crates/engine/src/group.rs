@@ -121,7 +121,7 @@ pub(super) struct OfGroup {
 /// The tensors of one broadcast, with torch's names.
 pub(super) struct Tensors {
     pub(super) names: Vec<String>,
-    /// `bfloat16` and the like.
+    /// Element types, such as `bfloat16`.
     pub(super) dtypes: Vec<&'static str>,
     pub(super) shapes: Vec<Vec<u64>>,
 }

@@ -66,7 +66,6 @@ impl Definition {
         Self::new(name, Kind::Counter, In::Bytes, help)
     }
 
-    /// A counter of seconds.
     const fn seconds(name: &'static str, help: &'static str) -> Self {
         Self::new(name, Kind::Counter, In::Seconds, help)
     }

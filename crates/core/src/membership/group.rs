@@ -123,18 +123,18 @@ pub(super) struct Prepared {
     pub data: String,
     pub gpus: GpuReport,
     pub fabric: FabricReport,
-    /// What its engine says about joining a group.
+    /// Its engine's ability to join a group.
     pub groups: Option<GroupFacts>,
 }
 
-/// Where a round is.
+/// Progress of a round.
 #[derive(Debug, Clone)]
 pub(super) enum Phase {
     Preparing,
     Committing {
-        /// Those that were sent their commit.
+        /// Members that were sent their commit.
         asked: BTreeSet<MemberName>,
-        /// Those that come after them.
+        /// Members of later waves.
         waves: VecDeque<Vec<MemberName>>,
         current: Option<HeldVersion>,
         returned: Option<Returned>,

@@ -81,7 +81,7 @@ impl Membership {
         }
     }
 
-    /// Another leader decides now.
+    /// Stops deciding: another leader does.
     fn stop(&mut self, message: String) {
         self.forming = None;
         self.event(Reason::PersistFailed, message.clone(), None, true);

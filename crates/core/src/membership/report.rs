@@ -69,7 +69,7 @@ impl Membership {
             use Reason::{AgentLost, AgentMissing, BackingOff, MemberFailed};
             matches!(reason, BackingOff | AgentLost | AgentMissing | MemberFailed)
         };
-        // So was a refusal of the whole group; two in a row are two problems.
+        // The same holds for a refusal of the whole group; two in a row are two problems.
         let counted = |new: &Degradation| new.reason == Reason::VersionRefused && new.member.is_none();
         let lost = |name: &MemberName| self.group.as_ref().is_some_and(|group| group.lost.contains_key(name));
         let new = self.view.degraded.iter().filter(|new| {

@@ -95,7 +95,6 @@ impl<B: Send, R: Send> Handle<B, R> {
     }
 }
 
-/// Starts the task.
 pub(super) fn start<S: Server, W: Way<S>>(session: Session<S>, way: W) -> Handle<W::Bucket, W::Receipt> {
     let (commands, inbox) = mpsc::channel(1);
     let (left, url, until) = (session.left_now(), session.inner.server.url().to_owned(), session.until);

@@ -58,7 +58,6 @@ enum Where {
     Gpus,
 }
 
-/// A socket for workers.
 pub(super) struct Listening {
     url: String,
     name: String,
