@@ -24,6 +24,7 @@ fi
 
 direct=() copied=()
 for file in "${files[@]}"; do
+  [ -e "$file" ] || continue
   case $file in
     # Vale skips the first docstring after a line that names the interpreter.
     *.py) if head -c 2 "$file" | grep -q '#!'; then

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Build vale into the cache, once, and print its path.
+# Build vale into the cache, once, and print its path. (3.23 to 3.26 need a version of a module that cannot be downloaded any more.)
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../cluster/lib.sh"
 
