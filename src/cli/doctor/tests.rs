@@ -127,7 +127,7 @@ fn notes_name_what_somebody_can_change() {
     for wanted in ["/dev/shm has 64", "RDMA locks", "CUDA IPC", "expandable segments"] {
         assert!(found.iter().any(|note| note.contains(wanted)), "{wanted}: {found:?}");
     }
-    // Nothing of GPUs is said where there are none.
+    // The report has nothing on GPUs where there are none.
     host.rdma.clear();
     host.environment.clear();
     assert_eq!(notes(&Gpus::nothing(&"no driver"), &host), Vec::<String>::new());

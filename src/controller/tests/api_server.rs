@@ -375,7 +375,7 @@ impl Store {
     }
 }
 
-/// What tells entries of a list from each other, where the schema makes a map of it.
+/// The key that identifies entries of a list, where the schema makes a map of it.
 fn key(entry: &Value) -> Option<&Value> {
     entry.get("type").or_else(|| entry.get("name"))
 }

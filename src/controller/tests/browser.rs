@@ -11,7 +11,7 @@ use super::whole::{Controller, all_agents, cluster, is_ready};
 /// A browser on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// The document after scripts ran for a while, and what the browser said about them.
+/// The document after scripts ran for a while, and what the browser reported about them.
 async fn document(url: &str) -> (String, String) {
     let home = tempfile::tempdir().unwrap();
     let mut command = Command::new("chromium");

@@ -79,7 +79,7 @@ fn image_that_cannot_be_pulled_is_reported() {
 
 #[test]
 fn agent_the_runtime_failed_to_start_is_replaced() {
-    // As Kubernetes 1.36 tells it when runc fails (seen: "unable to freeze"); no one starts that container again.
+    // As Kubernetes 1.36 reports it when runc fails (seen: "unable to freeze"); no one starts that container again.
     let failed = |at: &str| {
         let end = json!({"exitCode": 128, "reason": "StartError", "finishedAt": at});
         json!({"waiting": {"reason": "RunContainerError", "message": "runc create failed"}, "last": {"terminated": end}})

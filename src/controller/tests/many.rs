@@ -107,7 +107,7 @@ fn only_what_a_running_update_moves_waits_for_more() {
         &|status| status["members"][0]["state"] = json!("Dirty"),
         &|status| status["members"][0]["state"] = json!("Out"),
         &|status| status["conditions"][0]["status"] = json!("False"),
-        &|status| status["conditions"][3]["status"] = json!("True"),
+        &|status| status["conditions"][2]["status"] = json!("True"),
         &|status| status["worldSize"] = json!(2),
     ];
     for (number, change) in at_once.into_iter().enumerate() {

@@ -1,4 +1,4 @@
-//! What an operator looks at: metrics that are all defined, and the web page with what stands behind it.
+//! What an operator looks at: metrics that are all defined, and the web page with its data.
 
 use std::time::Duration;
 

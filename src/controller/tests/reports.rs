@@ -189,7 +189,8 @@ fn a_suspended_object_says_so_until_all_is_released() {
 fn a_thousand_members_fit_into_status() {
     let object = object("ws", 0);
     let members = (0..1000).map(|number| member(&format!("actor-{number}"), MemberStanding::Behind)).collect();
-    let view = MembershipView { members, ..working(&object) };
+    let feeder = Some(MemberName("trainer/trainer-0".into()));
+    let view = MembershipView { members, feeder, ..working(&object) };
     let status = report(&object, &view, None, at(0));
     assert_eq!(status.members.len(), MAX_MEMBERS);
     let (progresses, reason, message) = says(&status, ConditionType::Progressing);

@@ -96,7 +96,7 @@ async fn version_with_nan_is_rolled_back_under_load() {
     let error = world.publish(&poisoned, 2, &[]).await.failed();
     assert_eq!((&error["code"], &error["retryable"]), (&json!("VersionRefused"), &json!(false)), "{error}");
     let message = error["message"].as_str().unwrap();
-    // "refuses" by the members' own word, "refused" when the next epoch tells it first.
+    // "refuses" by the members' own word, "refused" when the next epoch reports it first.
     assert!(message.contains("actor-") && message.contains("the canary refuse"), "{message}");
     let refused = world.event("the group to refuse it", |event| event["reason"] == "VersionRefused" && event["member"].is_null()).await;
     let said = refused["message"].as_str().unwrap();

@@ -42,7 +42,7 @@ fn table_names_a_slow_edge_and_who_is_left_out() {
         "210 us",
         "9000",
         "-3 ms",
-        "left out: actors/c (BrokenEdge): no bytes",
+        "left out: actors/c (BadEdge): no bytes",
         "3 edges measured in 420 ms",
     ] {
         assert!(text.contains(words), "{words}: {text}");
