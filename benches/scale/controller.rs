@@ -64,10 +64,12 @@ impl Controller {
     pub fn start(plane: &Plane, ports: Ports, program: Option<&Path>, life: usize) -> Result<Self> {
         let mut command = Command::new(program.unwrap_or(Path::new(PROGRAM)));
         command.arg("controller").env("KUBECONFIG", &plane.kubeconfig);
-        command.envs([("POD_NAME", "controller-0"), ("POD_NAMESPACE", SYSTEM), ("WEIGHTSYNC_NAME", NAME)]);
-        command.envs([("WEIGHTSYNC_AGENT_IMAGE", "none"), ("WEIGHTSYNC_LOG_FORMAT", "json")]);
+        command.envs([("POD_NAME", "controller-0"), ("POD_NAMESPACE", SYSTEM)]);
+        command.env("WEIGHTSYNC_LOG_FORMAT", "json");
         command.env("WEIGHTSYNC_CONTROLLER_URL", format!("https://{}", ports.enroll));
         command.args([
+            format!("--name={NAME}"),
+            "--agent-image=none".to_owned(),
             format!("--enroll-address={}", ports.enroll),
             format!("--status-address={}", ports.status),
             "--probe-address=127.0.0.1:0".to_owned(),

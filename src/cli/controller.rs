@@ -19,16 +19,16 @@ pub struct ControllerArgs {
     #[arg(long, env = "POD_NAMESPACE")]
     namespace: String,
     /// Name of the installation: of the Lease, and (with the suffix -ca) of the Secret and ConfigMap of the CA.
-    #[arg(long, env = "WEIGHTSYNC_NAME", default_value = "weightsync")]
+    #[arg(long, default_value = "weightsync")]
     name: String,
     /// Namespaces to watch, separated by commas; all if empty.
-    #[arg(long, env = "WEIGHTSYNC_WATCH_NAMESPACES", value_delimiter = ',', default_value = "")]
+    #[arg(long, value_delimiter = ',', default_value = "")]
     watch_namespaces: Vec<String>,
     /// Image of agents that are added to running pods (agent.launch Ephemeral).
-    #[arg(long, env = "WEIGHTSYNC_AGENT_IMAGE")]
+    #[arg(long)]
     agent_image: String,
     /// Pull policy of that image.
-    #[arg(long, env = "WEIGHTSYNC_AGENT_IMAGE_PULL_POLICY", default_value = "IfNotPresent")]
+    #[arg(long, default_value = "IfNotPresent")]
     agent_image_pull_policy: String,
     /// URL at which agents reach this controller (default: `https://NAME.NAMESPACE.svc:8443`)
     #[arg(long, env = "WEIGHTSYNC_CONTROLLER_URL")]
@@ -44,7 +44,7 @@ pub struct ControllerArgs {
     probe_address: Option<SocketAddr>,
     /// Clients that may see the web page /ui: none, those on the pod's loopback interface (forwarded ports), or all that reach the status
     /// port.
-    #[arg(long, env = "WEIGHTSYNC_UI", value_enum, default_value_t)]
+    #[arg(long, value_enum, default_value_t)]
     ui: Ui,
     /// OpenTelemetry collector (OTLP over HTTP, JSON) that gets a trace of every update, as `http://HOST:4318`; none if empty.
     #[arg(long, env = "OTEL_EXPORTER_OTLP_ENDPOINT", default_value = "")]

@@ -447,7 +447,7 @@ fn agent_program(folder: &Path, shim: &Path, links: &[Link]) -> PathBuf {
          export LD_PRELOAD={} WEIGHTSYNC_TEST_CLOCK={}/$POD_NAME.clock\n\
          program={PROGRAM}\n\
          if [ -e {}/$POD_NAME.lie ]; then\n\
-         export WEIGHTSYNC_TEST_LIE=$(cat {}/$POD_NAME.lie) WEIGHTSYNC_TEST_LIE_FILE={}/$POD_NAME.lies\n\
+         export TEST_LIE=$(cat {}/$POD_NAME.lie) TEST_LIE_FILE={}/$POD_NAME.lies\n\
          program={}\nfi\n\
          exec nsenter --net=$namespace $program \"$@\"\n",
         cases.collect::<String>(),

@@ -22,6 +22,7 @@ mod node;
 mod operate;
 mod operator;
 mod policies;
+mod quickstart;
 mod service;
 mod versions;
 mod wrap;

@@ -97,13 +97,18 @@ async fn an_agent_whose_log_cannot_be_written_goes_on_without_it() {
         ("WEIGHTSYNC_CONTROLLER_CA", Ca::generate().unwrap().certificate_pem().to_owned()),
         ("WEIGHTSYNC_TOKEN", "t".to_owned()),
         ("WEIGHTSYNC_STATUS_ADDRESS", format!("127.0.0.1:{port}")),
-        ("WEIGHTSYNC_PROBE_ADDRESS", "127.0.0.1:0".to_owned()),
         ("WEIGHTSYNC_VERSION_DIR", folder.path().to_string_lossy().into_owned()),
         ("WEIGHTSYNC_GPUS", "none".to_owned()),
         ("WEIGHTSYNC_LOG", "debug".to_owned()),
     ];
     let mut command = Command::new(PROGRAM);
-    command.arg("agent").envs(environment).stdin(Stdio::null()).stdout(full()).stderr(full()).kill_on_drop(true);
+    command
+        .args(["agent", "--probe-address", "127.0.0.1:0"])
+        .envs(environment)
+        .stdin(Stdio::null())
+        .stdout(full())
+        .stderr(full())
+        .kill_on_drop(true);
     let mut agent = command.spawn().unwrap();
     let http = reqwest::Client::builder().no_proxy().build().unwrap();
     // It says so itself: it asked the controller, in vain, and logged that.

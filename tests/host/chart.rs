@@ -123,9 +123,8 @@ fn a_namespaced_install_has_no_right_outside_its_namespaces() {
     assert_eq!(roles, ["rl", "dev", "sys"]);
     let bound: Vec<&str> = of(&objects, "RoleBinding").iter().map(|role| role["metadata"]["namespace"].as_str().unwrap()).collect();
     assert_eq!(bound, roles);
-    let env = &named(&objects, "Deployment", "ws-weightsync")["spec"]["template"]["spec"]["containers"][0]["env"];
-    let watched = env.as_array().unwrap().iter().find(|entry| entry["name"] == "WEIGHTSYNC_WATCH_NAMESPACES").unwrap();
-    assert_eq!(watched["value"], "rl,dev");
+    let args = &named(&objects, "Deployment", "ws-weightsync")["spec"]["template"]["spec"]["containers"][0]["args"];
+    assert!(args.as_array().unwrap().contains(&json!("--watch-namespaces=rl,dev")), "{args}");
     for policy in of(&objects, "MutatingAdmissionPolicy") {
         let expression = &policy["spec"]["matchConstraints"]["namespaceSelector"]["matchExpressions"][0];
         assert_eq!(expression["values"], json!(["rl", "dev"]), "{policy}");
@@ -265,8 +264,7 @@ fn image_is_pinned_by_digest_wherever_it_is_named() {
     let image = format!("mirror/ws@{digest}");
     let container = &named(&objects, "Deployment", "ws-weightsync")["spec"]["template"]["spec"]["containers"][0];
     assert_eq!(container["image"], image.as_str());
-    let agents = container["env"].as_array().unwrap().iter().find(|entry| entry["name"] == "WEIGHTSYNC_AGENT_IMAGE").unwrap();
-    assert_eq!(agents["value"], image.as_str());
+    assert!(container["args"].as_array().unwrap().contains(&json!(format!("--agent-image={image}"))), "{container}");
     assert_eq!(injections(&objects).matches(&image).count(), 2);
     assert!(named(&objects, "ValidatingAdmissionPolicy", "ws-weightsync-fence").to_string().contains(&image), "the fence knows it");
 }

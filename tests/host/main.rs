@@ -17,6 +17,7 @@ mod model;
 mod operate;
 mod orphans;
 mod plugin;
+mod quickstart;
 mod rotation;
 mod stories;
 mod strangers;

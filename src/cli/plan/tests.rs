@@ -109,7 +109,8 @@ fn pods_as_a_cluster_lists_them_are_planned_as_they_are() {
     let out: Vec<_> = report.plan.left_out.iter().map(|left| (left.who.0.as_str(), left.code)).collect();
     assert_eq!(out, [("p/b", LeftOutCode::NotReady), ("p/c", LeftOutCode::Terminal)]);
     let text = table::render(&report);
-    for part in ["rl/a: 1 replicas, world size 2", "node-of-t", "p/b  PodNotReady  pod b: not ready (ContainersNotReady)", "p/c  MemberLeft"]
+    for part in
+        ["rl/a: 1 replicas, world size 2", "node-of-t", "p/b  PodNotReady  pod b: not ready (ContainersNotReady)", "p/c  MemberLeft"]
     {
         assert!(text.contains(part), "{part} is missing in\n{text}");
     }

@@ -81,31 +81,31 @@ pub struct AgentArgs {
     #[arg(long, env = "WEIGHTSYNC_TOKEN_FILE", default_value = "/var/run/weightsync/token")]
     token_file: PathBuf,
     /// Port of the control server; 0 takes a free one. Further engines of the pod take the ports after it.
-    #[arg(long, env = "WEIGHTSYNC_CONTROL_PORT", default_value_t = 0)]
+    #[arg(long, default_value_t = 0)]
     control_port: u16,
     /// Port of the data listener; 0 takes a free one. Further engines of the pod take the ports after it.
-    #[arg(long, env = "WEIGHTSYNC_DATA_PORT", default_value_t = 0)]
+    #[arg(long, default_value_t = 0)]
     data_port: u16,
     /// Where the status pages (/readyz, /healthz, /metrics, /v1/roster) are.
     #[arg(long, env = "WEIGHTSYNC_STATUS_ADDRESS", default_value_t = SocketAddr::new(IpAddr::V4(Ipv4Addr::UNSPECIFIED), STATUS_PORT))]
     status_address: SocketAddr,
     /// Where probes (/readyz, /healthz) are answered, apart from everything else (default: the port after the status pages').
-    #[arg(long, env = "WEIGHTSYNC_PROBE_ADDRESS")]
+    #[arg(long)]
     probe_address: Option<SocketAddr>,
     /// Directory for versions, on a memory-backed file system that the engine sees.
     #[arg(long, env = "WEIGHTSYNC_VERSION_DIR", default_value = "/dev/shm/weightsync")]
     version_dir: PathBuf,
     /// The same directory as the engine sees it, where that differs.
-    #[arg(long, env = "WEIGHTSYNC_ENGINE_VERSION_DIR")]
+    #[arg(long)]
     engine_version_dir: Option<PathBuf>,
     /// The engine's own model directory: versions are compared with it, and its configuration and tokenizer go next to the weights.
     #[arg(long, env = "WEIGHTSYNC_MODEL_DIR")]
     model_dir: Option<PathBuf>,
     /// Host of the engines.
-    #[arg(long, env = "WEIGHTSYNC_ENGINE_HOST", default_value = "127.0.0.1")]
+    #[arg(long, default_value = "127.0.0.1")]
     engine_host: String,
     /// File that holds the engine's API key; else the variable WEIGHTSYNC_ENGINE_API_KEY is read.
-    #[arg(long, env = "WEIGHTSYNC_ENGINE_API_KEY_FILE")]
+    #[arg(long)]
     engine_api_key_file: Option<PathBuf>,
     /// Abstract unix socket for the trainer (without a leading @); by default one named after the pod's UID.
     #[arg(long, env = "WEIGHTSYNC_SOCKET")]

@@ -73,8 +73,7 @@ impl Membership {
                 && group.lives.len() == assessment.eligible.len()
                 && assessment.eligible.iter().all(|member| group.lives.get(&member.candidate.name) == Some(&member.life))
         });
-        let still_wanted = !same
-            || matches!(why, Reason::UpdateFailed | Reason::Updating | Reason::SpecChanged | Reason::VersionRefused);
+        let still_wanted = !same || matches!(why, Reason::UpdateFailed | Reason::Updating | Reason::SpecChanged | Reason::VersionRefused);
         if !still_wanted || !self.is_viable(&assessment.eligible) {
             return;
         }

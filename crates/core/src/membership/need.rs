@@ -58,11 +58,9 @@ impl Membership {
     /// Records a loss as the member's failure, if it is its own fault.
     pub(super) fn count_loss(&mut self, name: &MemberName, reason: Reason, message: &str) {
         let weight = match reason {
-            Reason::AgentLost
-            | Reason::MemberRestarted
-            | Reason::EngineUnhealthy
-            | Reason::EngineWedged
-            | Reason::GroupFenced => Weight::Loss,
+            Reason::AgentLost | Reason::MemberRestarted | Reason::EngineUnhealthy | Reason::EngineWedged | Reason::GroupFenced => {
+                Weight::Loss
+            }
             Reason::MemberFailed => Weight::Failure,
             // Already recorded, or not the member's fault.
             Reason::BackingOff | Reason::BadEdge => return,
