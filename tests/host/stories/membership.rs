@@ -135,13 +135,13 @@ async fn engine_that_comes_in_an_update_joins_after_it() {
 /// Story F42.
 #[tokio::test(flavor = "multi_thread")]
 async fn engine_unhealthy_only_while_switching_stays_in_group() {
-    let world = World::start(json!({"healthPeriodMilliseconds": 100}), [Actor::new(), Actor::new()]).await;
+    let world = World::start(json!({}), [Actor::new(), Actor::new()]).await;
     world.until_ready(2).await;
     // An engine may start slowly.
     let unhealthy = world.events_of("EngineUnhealthy", "actor-1");
-    // Six failed probes long, were it probed as usual; three are enough to leave.
-    world.spoil(0, &json!({"loadMs": 600})).await;
-    world.spoil(1, &json!({"loadMs": 3000})).await;
+    // Three failed probes long, were it probed as usual; two are enough to leave.
+    world.spoil(0, &json!({"loadMs": 3000})).await;
+    world.spoil(1, &json!({"loadMs": 6000})).await;
     let one = Model::small(1);
     let checkpoint = one.save(&world.folder().join("v1"));
     let epoch = world.roster("trainer").await["epoch"].clone();

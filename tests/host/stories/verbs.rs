@@ -31,7 +31,7 @@ fn packets() -> Option<u64> {
 
 /// Times that an emulated machine keeps to.
 fn slow() -> Value {
-    json!({"silenceSeconds": 30, "timeoutSeconds": 60, "healthPeriodMilliseconds": 5000})
+    json!({"silenceSeconds": 30, "timeoutSeconds": 60, "health": {"periodSeconds": 5, "timeoutSeconds": 5}})
 }
 
 /// F83: reads over a network card, and over nothing else.

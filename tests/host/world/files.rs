@@ -31,7 +31,8 @@ pub fn pools(actors: &[Actor]) -> Vec<String> {
     names
 }
 
-/// The object of a group; `update` may have fields of the parts `update`, `membership` and `transport`, and `canary`.
+/// The object of a group; `update` may have fields of the parts `update`, `membership` and `transport`, and the parts `canary` and
+/// `health`.
 pub fn object(name: &str, actors: &[Actor], mut transport: Value, delivery: &str, update: Value) -> Value {
     let kind = |kind: &str| match kind {
         "vllm" => "VLLM",
@@ -52,13 +53,14 @@ pub fn object(name: &str, actors: &[Actor], mut transport: Value, delivery: &str
     let membership = taken(&["minReady", "keep", "maxSkew", "maxUnavailable"]);
     transport.as_object_mut().unwrap().extend(taken(&["bucketMiB"]));
     let canary = taken(&["canary"]);
+    let health = taken(&["health"]).remove("health");
     let timeout = fields.get("timeoutSeconds").map_or(20, |seconds| seconds.as_u64().unwrap());
     let silence = fields.entry("silenceSeconds").or_insert(json!(timeout.min(5))).as_u64().unwrap();
     fields.entry("timeoutSeconds").or_insert(json!(timeout.max(silence)));
     let mut spec = json!({
         "trainer": {"selector": {"matchLabels": {"pool": "trainer"}}},
         "rollouts": rollouts, "delivery": delivery, "transport": transport, "membership": membership, "update": fields,
-        "health": {"periodSeconds": 1, "timeoutSeconds": 1, "failureThreshold": 2},
+        "health": health.unwrap_or_else(|| json!({"periodSeconds": 1, "timeoutSeconds": 1, "failureThreshold": 2})),
     });
     spec.as_object_mut().unwrap().extend(canary);
     json!({"apiVersion": "weightsync.dev/v1alpha1", "kind": "WeightSync", "metadata": {"name": name}, "spec": spec})
