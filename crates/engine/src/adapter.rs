@@ -128,6 +128,8 @@ impl<S: Server> Inner<S> {
                 Ok(false) => return Ok(()),
                 // An engine that is gone is not paused, and does not respond to a second request either.
                 Err(error @ EngineError::Unreachable { .. }) => return Err(error),
+                // Nor does the same key open a server that refuses it.
+                Err(error @ EngineError::Status { status: 401 | 403, .. }) => return Err(error),
                 Err(error) if until.left() <= wait => return Err(error),
                 Ok(true) if until.left() <= wait => {
                     let what = "it still says that it is paused".to_owned();

@@ -31,8 +31,11 @@ use weightsync_core::protocol::{CanaryPolicy, EngineFacts, KvCachePolicy, PauseP
 use weightsync_core::weights::TensorSpec;
 
 const KIND: &str = "sglang";
-/// Wait between two tries to empty a cache that is still in use.
-const CACHE_RETRY: Duration = Duration::from_millis(50);
+/// Wait between two tries to empty a cache that is still in use, or to get a token after another client ended the request.
+const RETRY: Duration = Duration::from_millis(50);
+
+const KEY: &str = "give the key that the server was started with (--admin-api-key, or else --api-key) as the engine's apiKeySecretRef; \
+                   where it has both, start it with the same value for both";
 
 pub(super) fn connect(config: EngineConfig) -> Result<Arc<dyn Engine>, EngineError> {
     let server = Sglang { http: Arc::new(EngineHttp::new(&config)?), unproven_routes: config.unproven_routes };
@@ -49,12 +52,7 @@ impl Sglang {
     async fn server_info(&self, until: Until) -> Result<Answer, EngineError> {
         let reply = self.http.get("/server_info", until).await?;
         match reply.status() {
-            401 | 403 => Err(EngineError::Unsupported {
-                what: format!("{} refuses the API key", self.http.url()),
-                next_step:
-                    "give the key that the server was started with (--admin-api-key, or else --api-key) as the engine's apiKeySecretRef"
-                        .into(),
-            }),
+            401 | 403 => Err(EngineError::Unsupported { what: format!("{} refuses the API key", self.http.url()), next_step: KEY.into() }),
             404 => Err(EngineError::Unsupported {
                 what: format!("{} has no /server_info", self.http.url()),
                 next_step: "use SGLang 0.5.23 or newer".into(),
@@ -63,9 +61,29 @@ impl Sglang {
         }
     }
 
+    /// Routes for weights take only the admin key if there is one; the others take only `--api-key` if there is one. An update needs both
+    /// kinds. `/weights_checker` refuses this body before it asks the workers.
+    async fn takes_key_for_weights(&self, until: Until) -> Result<(), EngineError> {
+        let reply = self.http.post("/weights_checker", Some(&json!({"selector": "none"})), until).await?;
+        if !matches!(reply.status(), 401 | 403) {
+            return Ok(());
+        }
+        let what = format!("{} refuses the API key for updates of weights", self.http.url());
+        Err(EngineError::Unsupported { what, next_step: KEY.into() })
+    }
+
+    async fn health(&self, until: Until) -> Result<(), EngineError> {
+        self.http.get("/health", until).await?.ok()
+    }
+
     async fn post_ok(&self, path: &str, body: &Value, success: (&str, Value), until: Until) -> Result<Answer, EngineError> {
         self.http.post(path, Some(body), until).await?.json()?.must(success.0, &success.1)
     }
+}
+
+/// Whether another client ended the request.
+fn is_aborted(answer: &Answer) -> bool {
+    answer.value().pointer("/meta_info/finish_reason/type").and_then(Value::as_str) == Some("abort")
 }
 
 /// Worker ranks of the server: as it reports them, otherwise tensor x pipeline x data (attention data parallelism is inside tensor).
@@ -113,6 +131,7 @@ impl Server for Sglang {
         let info = self.server_info(until).await?;
         let server_version = info.string("version")?;
         self.holding(until).await?;
+        self.takes_key_for_weights(until).await?;
         Ok(EngineFacts {
             kind: KIND.to_owned(),
             server_version,
@@ -179,7 +198,7 @@ impl Server for Sglang {
         self.post_ok("/continue_generation", &json!({"torch_empty_cache": false}), ("status", json!("ok")), until).await?;
         if self.is_paused(until).await? {
             // Another client called /health during the pause: the server stays unhealthy until the next call.
-            self.http.get("/health", until).await?.ok()?;
+            self.health(until).await?;
         }
         Ok(())
     }
@@ -204,15 +223,39 @@ impl Server for Sglang {
         loop {
             match self.http.post("/flush_cache", None, until).await?.ok() {
                 // Requests are still running or queued.
-                Err(EngineError::Status { status: 400, .. }) if until.left() > CACHE_RETRY => tokio::time::sleep(CACHE_RETRY).await,
+                Err(EngineError::Status { status: 400, .. }) if until.left() > RETRY => tokio::time::sleep(RETRY).await,
                 done => return done,
             }
         }
     }
 
-    /// `/health` generates one token, or accepts a sign of any other request instead.
+    /// `/health` checks no number: a server whose weights are NaN passes it (run), and it takes a second. It is asked only if no token comes
+    /// in half of the time. It accepts a sign of any other request, so a long queue does not look like a stuck engine.
     async fn generate(&self, until: Until) -> Result<(), EngineError> {
-        self.http.get("/health", until).await?.ok()
+        let body = json!({
+            "input_ids": [0], "sampling_params": {"temperature": 0, "max_new_tokens": 1}, "return_logprob": true,
+        });
+        let half = until.at_most(until.left() / 2);
+        loop {
+            let reply = match self.http.post("/generate", Some(&body), half).await {
+                Err(EngineError::Timeout { .. }) => return self.health(until).await,
+                reply => reply?,
+            };
+            if matches!(reply.status(), 400 | 404 | 405 | 501) {
+                // A server that generates no text.
+                return self.health(until).await;
+            }
+            let answer = reply.json()?;
+            let log_prob = answer.value().pointer("/meta_info/output_token_logprobs/0/0").and_then(Value::as_f64);
+            if log_prob.is_some_and(f64::is_finite) {
+                return Ok(());
+            }
+            if !is_aborted(&answer) || half.left() <= RETRY {
+                return Err(answer.bad("it generated no token with a finite log-prob".to_owned()));
+            }
+            // Ended by another client, before a token.
+            tokio::time::sleep(RETRY).await;
+        }
     }
 
     /// The native route: it gives log-probs without an option of the server, as `[log-prob, token, text]`.
@@ -225,7 +268,7 @@ impl Server for Sglang {
         let meta = answer.value().get("meta_info");
         let rows = meta.and_then(|meta| meta.get("output_token_logprobs")).and_then(Value::as_array);
         let log_probs = rows.map(|rows| rows.iter().map(|row| row.get(0).and_then(Value::as_f64)).collect());
-        let aborted = meta.and_then(|meta| meta.pointer("/finish_reason/type")).and_then(Value::as_str) == Some("abort");
+        let aborted = is_aborted(&answer);
         canary::answered(answer, log_probs, aborted, KIND, NEEDS)
     }
 
@@ -250,6 +293,9 @@ impl Server for Sglang {
     ) -> Result<DeviceRoute, EngineError> {
         let refuse = |what: &str| EngineError::Unsupported { what: what.to_owned(), next_step: "it is fed from a directory".into() };
         let info = self.server_info(until).await?;
+        if info.value().get("device").and_then(Value::as_str).is_some_and(|device| device != "cuda") {
+            return Err(refuse("SGLang does not compute on GPUs that CUDA knows"));
+        }
         let is = |name: &str| info.value().get(name).is_some_and(|value| !value.is_null() && value != &json!(1));
         if info.value().get("speculative_algorithm").is_some_and(|algorithm| !algorithm.is_null()) {
             return Err(refuse("SGLang has a draft model, which checkpoint-engine would feed apart"));

@@ -267,6 +267,7 @@ impl Shared {
                 inside.paused = path == "/sleep";
                 (200, Value::Null)
             }
+            "/generate" => (200, json!({"meta_info": {"output_token_logprobs": [[-0.5, 0, null]]}})),
             "/v1/completions" => {
                 let logprobs = json!({"token_logprobs": [-0.5], "tokens": ["a"], "top_logprobs": [{"a": -0.5}], "text_offset": [0]});
                 let choice = json!({"finish_reason": "length", "text": "a", "logprobs": logprobs, "index": 0});

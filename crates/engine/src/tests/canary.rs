@@ -84,15 +84,18 @@ async fn version_with_nan_is_refused_and_previous_serves_again() {
     }
 }
 
+/// Without a canary.
 #[tokio::test]
-async fn vllm_that_computes_nan_is_held_without_a_canary() {
-    let bench = Bench::start("vllm").await;
-    bench.engine.install(&bench.job(2)).await.unwrap();
-    poison(&bench, 3);
-    let error = bench.engine.install(&bench.job(3)).await.unwrap_err();
-    assert_eq!((error.step, error.is_dirty()), ("probe", true), "{error}");
-    assert!(error.to_string().contains("a number that JSON does not have"), "{error}");
-    assert!(bench.is_paused().await);
+async fn engine_that_computes_nan_is_held_after_one_token() {
+    for (kind, says) in [("vllm", "a number that JSON does not have"), ("sglang", "no token with a finite log-prob")] {
+        let bench = Bench::start(kind).await;
+        bench.engine.install(&bench.job(2)).await.unwrap();
+        poison(&bench, 3);
+        let error = bench.engine.install(&bench.job(3)).await.unwrap_err();
+        assert_eq!((error.step, error.is_dirty()), ("probe", true), "{kind}: {error}");
+        assert!(error.to_string().contains(says), "{kind}: {error}");
+        assert!(bench.is_paused().await, "{kind}");
+    }
 }
 
 #[tokio::test]

@@ -310,3 +310,14 @@ async fn failed_last_step_shows_only_in_computation() {
     on.install(3).await.unwrap();
     assert_eq!(on.bench.digest().await, on.bench.fresh_digest(3).await);
 }
+
+#[tokio::test]
+async fn sglang_on_a_cpu_has_no_way_from_gpu_memory() {
+    let on = bench(("sglang", None, 1, "checkpoint-engine")).await;
+    let mut info = on.bench.get("/server_info").await;
+    info["device"] = json!("cpu");
+    let rule = FaultRule { path: "/server_info".into(), after: 0, times: None, fault: Fault::Answer { status: 200, body: info } };
+    on.bench.set_faults(Faults { rules: vec![rule], ..Faults::default() }).await;
+    let error = on.bench.engine.device_route(PausePolicy::Abort, KvCachePolicy::Reset, SOON).await.unwrap_err().to_string();
+    assert!(error.contains("CUDA") && error.contains("fed from a directory"), "{error}");
+}

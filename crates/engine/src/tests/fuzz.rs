@@ -13,7 +13,7 @@ use crate::Settling;
 use weightsync_testkit::simulator::{Fault, FaultRule, Faults};
 
 /// The paths that the adapters call, and all of them at once.
-const PATHS: [&str; 18] = [
+const PATHS: [&str; 20] = [
     "*",
     "/health",
     "/version",
@@ -32,6 +32,8 @@ const PATHS: [&str; 18] = [
     "/update_weights_from_disk",
     "/update_weight_version",
     "/v1/completions",
+    "/generate",
+    "/weights_checker",
 ];
 
 /// Each case starts a server, so there are fewer than usual, unless `make fuzz` requests more.

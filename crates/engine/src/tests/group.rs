@@ -151,6 +151,7 @@ impl Inside {
             "/reset_prefix_cache" => (200, json!({"success": true})),
             "/metrics" => (404, Value::Null),
             "/v1/models" => (200, json!({"data": [{"id": "m", "root": "m"}]})),
+            "/generate" => (200, json!({"meta_info": {"output_token_logprobs": [[-0.5, 0, null]]}})),
             "/v1/completions" => (
                 200,
                 json!({"choices": [{"finish_reason": "length", "text": "a", "logprobs": {"token_logprobs": [-0.5]}}], "usage": {"completion_tokens": 1}}),

@@ -7,7 +7,7 @@ use serde_json::json;
 use super::support::{Bench, SOON, adapter, held, until};
 use crate::{ApiKey, EngineError, Holding, Settling};
 use weightsync_core::protocol::{KvCachePolicy, PausePolicy};
-use weightsync_testkit::simulator::Faults;
+use weightsync_testkit::simulator::{Fault, FaultRule, Faults};
 
 const KINDS: [&str; 2] = ["vllm", "sglang"];
 
@@ -248,6 +248,32 @@ async fn sglangs_unhealthy_flag_from_a_foreign_probe_is_healed() {
     assert_eq!(probed, 503, "a kubelet that probes /health meets this");
     installed.unwrap();
     assert!(!bench.is_paused().await);
+}
+
+/// A server with `--api-key` and another `--admin-api-key`, as SGLang 0.5.23 answered to the first.
+#[tokio::test]
+async fn sglang_key_that_opens_no_update_is_refused_at_once() {
+    let refused = |path: &str| {
+        let fault = Fault::Answer { status: 401, body: json!({"error": "Unauthorized"}) };
+        FaultRule { path: path.to_owned(), after: 0, times: None, fault }
+    };
+    let paths = ["/weights_checker", "/pause_generation", "/continue_generation", "/update_weight_version", "/update_weights_from_disk"];
+    let bench = Bench::start("sglang").await;
+    bench.set_faults(Faults { rules: paths.map(refused).to_vec(), ..Faults::default() }).await;
+    let error = bench.engine.probe(SOON).await.unwrap_err().to_string();
+    assert!(error.contains("for updates of weights") && error.contains("the same value for both"), "{error}");
+    // Not after the whole time of an install.
+    let begun = std::time::Instant::now();
+    let error = bench.engine.install(&bench.job(2)).await.unwrap_err();
+    assert!(error.to_string().contains("answered 401") && begun.elapsed() < SOON / 2, "{error}: {:?}", begun.elapsed());
+}
+
+#[tokio::test]
+async fn busy_sglang_passes_by_the_sign_of_another_request() {
+    let bench = Bench::start("sglang").await;
+    let rule = FaultRule { path: "/generate".into(), after: 0, times: None, fault: Fault::Hang };
+    bench.set_faults(Faults { rules: vec![rule], ..Faults::default() }).await;
+    assert!(!bench.engine.is_stuck(Duration::from_secs(2)).await);
 }
 
 #[tokio::test]

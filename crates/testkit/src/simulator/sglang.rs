@@ -1,11 +1,11 @@
-//! The endpoints of SGLang 0.5.23 that an agent and a router use, with their order rules, as read in its wheel
+//! The endpoints of SGLang 0.5.23 that an agent and a router use, with their order rules, as read in its wheel and run on CPU
 //! (`srt/entrypoints/http_server.py`, `srt/managers/tokenizer_manager.py`).
 //!
 //! Rules kept on purpose: `/health` waits after a pause and then calls the server unhealthy, which `/ping` repeats; a flush is refused
 //! while requests hold a cache; an update of a server that is not paused waits for running requests; a failed load is "rolled back" from
-//! the new path, and a rollback that fails ends the server; the version moves only with a call that succeeds.
+//! the new path, and a rollback that fails ends the server (run, also where a file cannot be read); the version moves only with a call that succeeds.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -99,7 +99,7 @@ async fn server_info(State(front): State<Arc<Front>>) -> Response {
     let speculation = front.core.state().draft.as_ref().map(|_| "EAGLE");
     Json(json!({
         "model_path": front.model_directory, "served_model_name": front.model, "tp_size": size, "pp_size": 1, "dp_size": 1,
-        "enable_dp_attention": false, "random_seed": 0, "load_format": "auto", "startup_time": {"e2e": front.started},
+        "enable_dp_attention": false, "random_seed": 0, "load_format": "auto", "startup_time": {"e2e": front.started}, "device": "cuda",
         "internal_states": [{"world_size": size}], "speculative_algorithm": speculation, "version": "0.5.23", "frontend": "python",
     }))
     .into_response()
@@ -149,6 +149,12 @@ async fn continue_generation(State(front): State<Arc<Front>>, Extension(conditio
     Json(json!({"message": "Generation continued successfully.", "status": "ok"})).into_response()
 }
 
+/// Whether a directory has files of weights, whatever is in them.
+fn has_weights(directory: &Path) -> bool {
+    let mut files = std::fs::read_dir(directory).into_iter().flatten().flatten();
+    files.any(|file| file.path().extension().is_some_and(|extension| extension == "safetensors"))
+}
+
 async fn update_weights_from_disk(State(front): State<Arc<Front>>, body: Bytes) -> Response {
     let body = match object(&body) {
         Ok(body) => body,
@@ -175,11 +181,16 @@ async fn update_weights_from_disk(State(front): State<Arc<Front>>, body: Bytes) 
     }
     let Ok(turn) = front.core.turn().await else { return gone(&front).await };
     let loaded = match front.core.load(path.clone()).await {
-        Err(LoadError::Unreadable(cause)) => Err(format!("Failed to get weights iterator: {cause}.")),
-        Err(LoadError::Halfway(cause) | LoadError::Misfit(cause) | LoadError::Unknown(cause)) => match front.core.load(path).await {
-            Ok(()) => Err(format!("Failed to update weights: {cause}.\nRolling back to original weights.")),
-            Err(_) => return gone(&front).await,
-        },
+        Err(LoadError::Unreadable(_)) if !has_weights(&path) => {
+            Err(format!("Failed to get weights iterator: Cannot find any model weights with `{}`.", path.display()))
+        }
+        // A file that is no safetensors, or is cut short, is found out in the middle as well (run).
+        Err(LoadError::Unreadable(cause) | LoadError::Halfway(cause) | LoadError::Misfit(cause) | LoadError::Unknown(cause)) => {
+            match front.core.load(path).await {
+                Ok(()) => Err(format!("Failed to update weights: {cause}.\nRolling back to original weights.")),
+                Err(_) => return gone(&front).await,
+            }
+        }
         Ok(()) => Ok(()),
     };
     let flushed = loaded.is_err() || !on("flush_cache", true) || front.core.reset_cache();
@@ -254,7 +265,9 @@ async fn generate(State(front): State<Arc<Front>>, body: Bytes) -> Response {
         Ok(body) => body,
         Err(refusal) => return *refusal,
     };
-    let Some(prompt) = body.get("text").and_then(Value::as_str) else { return bad_request("the simulator wants \"text\"") };
+    // What tokens mean is not simulated: all of them are one prompt.
+    let prompt = if body.get("input_ids").is_some_and(Value::is_array) { Some("") } else { body.get("text").and_then(Value::as_str) };
+    let Some(prompt) = prompt else { return bad_request("the simulator wants \"text\" or \"input_ids\"") };
     let length = body.get("sampling_params").and_then(|params| params.get("max_new_tokens")).and_then(Value::as_u64);
     let length = length.and_then(|length| usize::try_from(length).ok()).unwrap_or(128).min(front.max_model_len);
     let Ok(generated) = front.core.generate(prompt, length).await else { return gone(&front).await };

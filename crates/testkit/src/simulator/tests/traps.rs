@@ -120,6 +120,32 @@ async fn bucket_without_memory_is_read_from_an_old_clone() {
     }
 }
 
+/// As SGLang 0.5.23 did on CPU: a file cut short, or one of another shape, ends the server; a directory without files leaves it as it was.
+#[tokio::test]
+async fn sglang_ends_when_a_file_cannot_be_loaded() {
+    for ruin in ["cut", "no files"] {
+        let server = Server::start("sglang").await;
+        let directory = server.folder.path().join("2");
+        let file = directory.join("model.safetensors");
+        if ruin == "cut" {
+            let whole = std::fs::metadata(&file).unwrap().len();
+            std::fs::OpenOptions::new().write(true).open(&file).unwrap().set_len(whole - 8).unwrap();
+        } else {
+            std::fs::remove_file(&file).unwrap();
+        }
+        let url = format!("{}/update_weights_from_disk", server.simulator.url());
+        let answer = client().post(url).json(&json!({"model_path": directory})).send().await;
+        let alive = client().get(format!("{}/ping", server.simulator.url())).send().await.is_ok();
+        if ruin == "cut" {
+            assert!(answer.is_err() && !alive, "{answer:?}");
+        } else {
+            assert_eq!(answer.unwrap().status(), 400);
+            assert!(alive);
+            assert_eq!(server.digest().await, server.fresh(1).await);
+        }
+    }
+}
+
 /// Trap 10.
 #[tokio::test]
 async fn update_of_an_unpaused_server_waits_for_requests() {
