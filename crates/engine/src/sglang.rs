@@ -1,10 +1,10 @@
 //! SGLang 0.5.23, unmodified: weights by `update_weights_from_disk`.
 //!
 //! Decides paths, bodies and which reply means success. All facts are from the wheel of 0.5.23 (`srt/entrypoints/http_server.py`,
-//! `srt/managers/tokenizer_manager.py`, `srt/managers/scheduler.py`). The server "rolls back" a failed load from the *new* path
-//! (`srt/model_executor/model_runner_components/weight_updater.py`: the path is replaced first). So such a load counts as half an update
-//! all the same. The version is written by a separate call at the end, never with the load, and the cache is flushed by a separate call as
-//! well.
+//! `srt/managers/tokenizer_manager.py`, `srt/managers/scheduler.py`) and from a run on CPU (`tests/engine/sglang.sh`). The server "rolls
+//! back" a failed load from the *new* path (`srt/model_executor/model_runner_components/weight_updater.py`: the path is replaced first). So
+//! such a load counts as half an update all the same. The version is written by a separate call at the end, never with the load, and the
+//! cache is flushed by a separate call as well.
 
 mod group;
 mod tensors;

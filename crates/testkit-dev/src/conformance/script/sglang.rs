@@ -1,4 +1,5 @@
-//! SGLang 0.5.23, as read in its wheel (`srt/entrypoints/http_server.py`, `srt/managers/tokenizer_manager.py`).
+//! SGLang 0.5.23, as read in its wheel (`srt/entrypoints/http_server.py`, `srt/managers/tokenizer_manager.py`); a server of it on CPU passes
+//! (`tests/engine/sglang.sh`).
 
 use serde_json::json;
 
