@@ -73,8 +73,8 @@ def test_an_agent_that_hangs_is_lost_after_its_silence(start_agent: Callable[...
 
 def test_no_agent_is_a_retryable_error_in_bounded_time() -> None:
     with (
-        weightsync.Publisher.from_env(socket="weightsync/nobody", connect_timeout=0.5) as publisher,
-        pytest.raises(weightsync.AgentLost, match="@weightsync/nobody") as raised,
+        weightsync.Publisher.from_env(socket="weightsync/unknown", connect_timeout=0.5) as publisher,
+        pytest.raises(weightsync.AgentLost, match="@weightsync/unknown") as raised,
     ):
         publisher.publish(SMALL, version=1, timeout=LIMIT)
     assert raised.value.retryable

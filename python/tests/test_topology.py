@@ -271,7 +271,7 @@ def test_no_epoch_is_a_timeout_and_no_agent_is_a_lost_one(start_agent: object) -
     with weightsync.Topology.from_env(socket=agent.socket) as topology, pytest.raises(weightsync.Timeout, match="no epoch"):
         next(topology.watch(timeout=0.5))
     with (
-        weightsync.Topology.from_env(socket="weightsync/nobody", connect_timeout=0.3) as topology,
+        weightsync.Topology.from_env(socket="weightsync/unknown", connect_timeout=0.3) as topology,
         pytest.raises(weightsync.AgentLost),
     ):
         next(topology.watch(timeout=LIMIT))

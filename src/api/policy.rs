@@ -163,7 +163,7 @@ pub struct Membership {
     pub max_skew: Option<i64>,
 
     /// Number of versions that agents keep, including the current one, so that `targetVersion` can name an earlier one. Default: 1. The
-    /// source and rollouts whose engine loads from files keep what fits into `update.retain` and their pod's memory. The least recently
+    /// source and rollouts whose engine loads from files keep what fits into `update.retainMiB` and their pod's memory. The least recently
     /// used version is dropped first.
     #[serde(default = "one")]
     #[schemars(range(min = 1, max = 16))]

@@ -268,7 +268,7 @@ impl LeaseManager {
         // Written since: by this process (a write without a response), or by another leader.
         let lease = match self.read().await {
             Ok(lease) => lease,
-            Err(CallFailed::NotFound) => return Ok(Some(LeaseLost::Taken { holder: "nobody".into(), term: 0 })),
+            Err(CallFailed::NotFound) => return Ok(Some(LeaseLost::Taken { holder: "no one".into(), term: 0 })),
             Err(CallFailed::Conflict) => return Err("conflict".into()),
             Err(CallFailed::Other(cause)) => return Err(cause),
         };

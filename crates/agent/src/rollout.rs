@@ -167,7 +167,7 @@ impl Rollout {
     pub fn start(core: Arc<Core>, engine: Arc<dyn Engine>, places: Places, cgroups: Cgroups) -> Result<Arc<Self>, StartError> {
         let (dir, swept) = AgentDir::open(&places.versions, &places.name)?;
         if swept > 0 {
-            tracing::info!(root = %places.versions.display(), swept, "swept directories that agents left behind");
+            tracing::info!(root = %places.versions.display(), swept, "removed directories that earlier agents left");
         }
         let companions = match &places.model {
             Some(model) => Companions::find(model).map_err(|source| StartError::Model { path: model.display().to_string(), source })?,

@@ -185,13 +185,13 @@ async fn tell(lie: Lie, agent: &FakeAgent) {
     let Some(others) = in_a_group(agent).await else { return tokio::time::sleep(TRUTH).await };
     if let Some(change) = about_itself::of(lie) {
         about_itself::stand(agent, change, &others).await;
-        say(lie.name(), &json!("told"));
+        say(lie.name(), &json!("sent"));
     } else {
         match lie {
             Lie::Orders => orders::to_the_members(agent, &others).await,
             Lie::Feeding => {
                 agent.tell_update(done(&others, INVENTED));
-                say("an invented version is done", &json!("told"));
+                say("an invented version is done", &json!("sent"));
                 orders::feed(agent, &others).await;
             }
             // Sent to every caller and sender.
@@ -229,22 +229,22 @@ pub async fn tell_all(settings: &Settings) {
     };
     tokio::time::timeout(GROUP, asked).await.expect("a prepare");
     agent.take_bytes_at(&format!("{ip}:9"));
-    say("the others would send its bytes to themselves", &json!("told"));
+    say("the others would send its bytes to themselves", &json!("sent"));
     for lie in Lie::ALL {
         let Some(change) = about_itself::of(lie) else { continue };
         let others = in_a_group(&agent).await.expect("a place in a group");
         about_itself::stand(&agent, change, &others).await;
-        say(lie.name(), &json!("told"));
+        say(lie.name(), &json!("sent"));
     }
     let others = in_a_group(&agent).await.expect("a place in a group");
     agent.tell_update(UpdateView { feeding: false, ..done(&others, INVENTED) });
-    say("an invented version is done", &json!("told"));
+    say("an invented version is done", &json!("sent"));
     orders::to_the_controller(&agent, controller, pod, &others).await;
     let others = in_a_group(&agent).await.expect("a place in a group");
     orders::to_the_members(&agent, &others).await;
     orders::as_a_source(&agent, controller, pod).await;
     agent.hang_prepares();
-    say("all", &json!("told"));
+    say("all", &json!("sent"));
     std::future::pending::<()>().await;
 }
 

@@ -1,4 +1,4 @@
-//! The requirements of reads through NIXL (`transport.gdr`) on this machine: each with what was found and what to change.
+//! The requirements of reads through NIXL (transport `GDR`) on this machine: each with what was found and what to change.
 //!
 //! Decides from facts alone. A machine without an RDMA device is not an error, except with `--require gdr`, which sets the exit code.
 
@@ -95,7 +95,7 @@ fn library(nixl: &Found<FabricFacts>, gpus: &Gpus) -> Vec<Check> {
 fn devices(all: &[Rdma]) -> Vec<Check> {
     if all.is_empty() {
         let change = "mount one: an RDMA device plugin does, by a resource that the container requests; for a test without one set \
-                      transport.gdr.allowTcp";
+                      transport.allowTcp";
         return vec![Check::lacks("RDMA devices", "this process sees none", change)];
     }
     let listed = |devices: &[&Rdma]| devices.iter().map(|device| device.name.as_str()).collect::<Vec<_>>().join(", ");

@@ -160,7 +160,7 @@ async fn update_costs_two_status_writes() {
     }
     tell(UpdatePhase::Done, InstallStep::Installed);
     server
-        .until("told", |server| {
+        .until("the Event", |server| {
             let status = server.get("weightsyncs", "default", "ws").unwrap()["status"].clone();
             settled(server) && status["version"] == 1 && status["lastUpdate"]["state"] == "Done"
         })

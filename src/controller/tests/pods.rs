@@ -86,7 +86,7 @@ async fn wedged_pod_is_deleted_where_the_object_asks_for_that() {
         state.reason = Some("it computes nothing".into());
     });
     server.until("deleted", |server| server.get("pods", "default", "actor-0").is_none()).await;
-    server.until("told", |server| server.all("events").iter().any(|event| event["reason"] == "EngineWedged")).await;
+    server.until("the Event", |server| server.all("events").iter().any(|event| event["reason"] == "EngineWedged")).await;
     controller.stop().await;
 }
 

@@ -270,7 +270,7 @@ async fn unreadable_object_is_named_and_stops_no_other() {
     let _agents = all_agents(&server, &controller).await;
     server.until("the other one ready", is_ready).await;
     server
-        .until("told", |server| {
+        .until("the Event", |server| {
             let broken = server.get("weightsyncs", "default", "broken").unwrap();
             broken["status"]["conditions"][0]["reason"] == "InvalidSpec"
         })
@@ -309,7 +309,7 @@ async fn a_running_pod_gets_an_ephemeral_agent_whose_token_works_once() {
     let seen = token.clone();
     let agent = agent_with(&server, &controller, "actor-0", "a", token).await;
     agent.listened_to().await;
-    server.until("told", |server| server.all("events").iter().any(|event| event["reason"] == "AgentLaunched")).await;
+    server.until("the Event", |server| server.all("events").iter().any(|event| event["reason"] == "AgentLaunched")).await;
     assert_eq!(server.calls("patch", "pods/ephemeralcontainers"), 3, "one for each pod, and no second one");
 
     // Anyone who may read the pod sees the token.

@@ -15,5 +15,5 @@ async fn gdr_without_an_rdma_device_is_refused_with_what_to_change() {
     }
     let mut world = World::start_over(json!({"type": "GDR"}), [Actor::new()]).await;
     let message = world.reported("TransportUnavailable", "actor-0").await;
-    assert!(message.contains("no RDMA device") && message.contains("transport.gdr.allowTcp"), "{message}");
+    assert!(message.contains("no RDMA device") && message.contains("transport.allowTcp"), "{message}");
 }

@@ -103,7 +103,7 @@ async fn settings_during_a_worker_message_block_no_one() {
             gpus.state.send_replace(GpuState::Open(vec![entry.clone()]));
             drop(gpus.source_worker());
         }
-        done.send("told").unwrap();
+        done.send("ended").unwrap();
     });
     let both = tokio::task::spawn_blocking(move || [ended.recv_timeout(AMPLE), ended.recv_timeout(AMPLE)]).await.unwrap();
     assert!(both.iter().all(Result::is_ok), "the two wait for each other: {both:?}");

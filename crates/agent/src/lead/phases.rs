@@ -141,9 +141,9 @@ impl Attempt<'_> {
     fn engines(&mut self, receiving: &[MemberName]) -> Result<Option<EngineStream>, Failure> {
         let Some(plan) = self.epoch.engines().filter(|_| !self.view.feeding) else { return Ok(None) };
         let out: Vec<MemberName> = plan.members().into_iter().filter(|member| !receiving.contains(member)).collect();
-        let behind = self.table.behind();
+        let lagging = self.table.behind();
         if let Some(first) = out.first() {
-            let why = behind.iter().find(|(member, _)| member == first).map_or("it takes no part", |(_, why)| why);
+            let why = lagging.iter().find(|(member, _)| member == first).map_or("it takes no part", |(_, why)| why);
             let message = format!("{first} does not receive ({why}), and a broadcast to engines needs every one of the group");
             for member in &out {
                 self.leader.core().peer_lost(self.epoch.id(), member, &message);

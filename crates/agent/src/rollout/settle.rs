@@ -55,7 +55,7 @@ impl Rollout {
 
     fn settled_as(&self, Settled { start, holding, resumed }: &Settled) {
         if *resumed {
-            tracing::info!(%holding, "a pause that was left behind is undone");
+            tracing::info!(%holding, "a pause that an earlier agent left is undone");
         }
         self.with(|inner| {
             if let Holding::HalfAnUpdate(held) = holding {

@@ -15,9 +15,9 @@ const STRIPES: [[u8; 4]; 2] = [[0xb8, 0xfe, 0x6c, 0x39], [0x7c, 0x01, 0x81, 0x2c
 
 /// Two tensors of 2048 bytes that differ and have the same xxh3-128 (seed 0): its multiplications are by zero where the stripes lie.
 pub fn twins() -> [Vec<u8>; 2] {
-    [[5_u32, 5], [6, 4]].map(|behind| {
+    [[5_u32, 5], [6, 4]].map(|changed| {
         let mut bytes: Vec<u8> = (0..2048_u32).map(|at| (at % 251) as u8).collect();
-        for (number, (stripe, value)) in STRIPES.iter().zip(behind).enumerate() {
+        for (number, (stripe, value)) in STRIPES.iter().zip(changed).enumerate() {
             bytes[64 * number..][..4].copy_from_slice(stripe);
             bytes[64 * number + 4..][..4].copy_from_slice(&value.to_le_bytes());
         }

@@ -89,7 +89,7 @@ async fn stream_of_a_false_sender_or_to_a_false_address_is_refused() {
         (agent(WEIGHTSYNC, &rollout), source.name.clone()),
         (agent("ws-other", &source), source.name.clone()),
         (PeerIdentity::Controller, source.name.clone()),
-        (agent(WEIGHTSYNC, &other), MemberName("actors/nobody".into())),
+        (agent(WEIGHTSYNC, &other), MemberName("actors/unknown".into())),
     ];
     for (who, from) in lies {
         let shown = fixture.ca.issue(&who, HOUR).unwrap();
@@ -99,7 +99,7 @@ async fn stream_of_a_false_sender_or_to_a_false_address_is_refused() {
     }
     let honest = fixture.ca.issue(&agent(WEIGHTSYNC, &other), HOUR).unwrap();
     knock(&rollout, &honest, hello(&other.name)).await.unwrap();
-    for rest in [(source.name.clone(), "127.0.0.1:9".to_owned()), (MemberName("actors/nobody".into()), source.address.data.clone())] {
+    for rest in [(source.name.clone(), "127.0.0.1:9".to_owned()), (MemberName("actors/unknown".into()), source.address.data.clone())] {
         let refused = knock(&rollout, &honest, DataHello { rest: vec![rest.clone()], ..hello(&other.name) }).await;
         let refused = matches!(&refused, Err(TransportError::Refused { refusal, .. }) if refusal.code == RefusalCode::Forbidden);
         assert!(refused, "{rest:?} is dialled");

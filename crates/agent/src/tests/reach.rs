@@ -42,10 +42,10 @@ fn member_lost_after_activate_may_serve_and_refuser_does_not() {
     }
     let known = table.switching();
     assert_eq!(known, Switching { installed: vec![name(0)], failed: vec![name(1)], unheard: vec![name(2)] });
-    let behind = table.behind();
-    let why = |member: &MemberName| behind.iter().find(|(name, _)| name == member).map(|(_, why)| why.as_str()).unwrap_or_default();
-    assert!(why(&name(2)).contains("was not heard of since"), "{behind:?}");
-    assert!(!why(&name(3)).contains("asked to switch"), "{behind:?}");
+    let lagging = table.behind();
+    let why = |member: &MemberName| lagging.iter().find(|(name, _)| name == member).map(|(_, why)| why.as_str()).unwrap_or_default();
+    assert!(why(&name(2)).contains("was not heard of since"), "{lagging:?}");
+    assert!(!why(&name(3)).contains("asked to switch"), "{lagging:?}");
 }
 
 #[test]

@@ -44,8 +44,8 @@ impl MembershipView {
             return if wanted == current { Err(format!("serves version {number}, the group went back to {to}")) } else { Ok(()) };
         }
         let Some(most) = self.max_skew else {
-            let behind = || format!("serves version {number}, the current one is {}", current.version);
-            return if number >= current.version { Ok(()) } else { Err(behind()) };
+            let older = || format!("serves version {number}, the current one is {}", current.version);
+            return if number >= current.version { Ok(()) } else { Err(older()) };
         };
         let newest = self.newest.unwrap_or(wanted.version);
         match skew(most, wanted.version, newest, number) {

@@ -83,7 +83,7 @@ pub(super) const REFUSED_BY_ONE: Story = Story { name: "refused by one", acts: &
 
 /// One replica lacks two versions, and may serve while it lacks one.
 pub(super) const LEFT_BEHIND: Story = Story {
-    name: "left behind",
+    name: "late member",
     rollouts: 3,
     min_ready: 2,
     keep: 1,

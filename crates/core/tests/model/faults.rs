@@ -363,9 +363,8 @@ impl World {
     /// Lines after a delayed one are delayed too.
     fn delay_stream(&mut self, of: usize, ms: u64) {
         let floor = self.now + ms;
-        let behind = |event: &Event| matches!(event, Event::Observe { stream_of: Some(slot), .. } if *slot == of);
-        let keys: Vec<(u64, u64)> =
-            self.queue.iter().filter(|((at, _), event)| *at < floor && behind(event)).map(|(key, _)| *key).collect();
+        let later = |event: &Event| matches!(event, Event::Observe { stream_of: Some(slot), .. } if *slot == of);
+        let keys: Vec<(u64, u64)> = self.queue.iter().filter(|((at, _), event)| *at < floor && later(event)).map(|(key, _)| *key).collect();
         for key in keys {
             if let Some(event) = self.queue.remove(&key) {
                 self.queue.insert((floor + LATENCY, key.1), event);

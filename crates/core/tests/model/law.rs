@@ -285,9 +285,9 @@ impl World {
             let Some(current) = view.version.as_ref().map(|held| held.version) else { continue };
             let Some(wanted) = view.wanted.as_ref().map(|held| held.version) else { continue };
             // While a group goes back, both versions are in service; after that, only the earlier one.
-            let behind = installed < current.min(wanted) || wanted < installed && installed < current;
+            let lags = installed < current.min(wanted) || wanted < installed && installed < current;
             let left = wanted == current && view.returned.is_some_and(|returned| returned.left(installed));
-            if behind || left || !self.law.verified.contains(&(life.clone(), installed)) {
+            if lags || left || !self.law.verified.contains(&(life.clone(), installed)) {
                 self.fail(|| format!("{} counts as ready at {current} with {installed} installed", shown.name));
             }
         }

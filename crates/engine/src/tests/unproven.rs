@@ -122,7 +122,7 @@ async fn sglang_reads_a_tensor_after_its_success() {
     assert_eq!(call(&on, "/pause_generation", json!({"mode": "abort"})).await, 200);
     assert_eq!(call(&on, "/begin_weight_update", json!({})).await, 200);
     // The device executes its work so much later.
-    on.bench.set_faults(Faults { behind_ms: 500, ..Faults::default() }).await;
+    on.bench.set_faults(Faults { late_ms: 500, ..Faults::default() }).await;
     let version = on.version(2);
     for bucket in version.layout.buckets() {
         let laid = version.bucket(bucket);

@@ -50,19 +50,19 @@ impl Door {
         let admission = Arc::new(Anybody(inside.clone()));
         let here = SocketAddr::new(Ipv4Addr::LOCALHOST.into(), 0);
         let transport = TcpTransport::bind(here, admission, TcpOptions::default()).await.unwrap();
-        let behind = transport.address();
+        let inner = transport.address();
         assert!(inside.transport.set(transport).is_ok(), "there is one transport");
         let listener = TcpListener::bind((ip, 0)).await.unwrap();
         let address = listener.local_addr().unwrap().to_string();
-        Self { address, _task: AbortOnDropHandle::new(tokio::spawn(serve(listener, behind, inside))) }
+        Self { address, _task: AbortOnDropHandle::new(tokio::spawn(serve(listener, inner, inside))) }
     }
 }
 
-async fn serve(listener: TcpListener, behind: String, inside: Arc<Inside>) {
+async fn serve(listener: TcpListener, inner: String, inside: Arc<Inside>) {
     while let Ok((stream, _)) = listener.accept().await {
-        let (behind, inside) = (behind.clone(), inside.clone());
+        let (inner, inside) = (inner.clone(), inside.clone());
         tokio::spawn(async move {
-            if let Err(error) = pass(stream, &behind, &inside).await {
+            if let Err(error) = pass(stream, &inner, &inside).await {
                 println!("{}", json!({"stream": error.to_string()}));
             }
         });
@@ -70,8 +70,8 @@ async fn serve(listener: TcpListener, behind: String, inside: Arc<Inside>) {
 }
 
 /// Reads the hello, and has the transport serve the rest.
-async fn pass(mut stream: TcpStream, behind: &str, inside: &Inside) -> std::io::Result<()> {
-    let mut to = TcpStream::connect(behind).await?;
+async fn pass(mut stream: TcpStream, inner: &str, inside: &Inside) -> std::io::Result<()> {
+    let mut to = TcpStream::connect(inner).await?;
     for end in [&stream, &to] {
         end.set_nodelay(true)?;
     }

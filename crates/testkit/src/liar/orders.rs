@@ -44,7 +44,7 @@ pub(super) async fn as_a_source(agent: &FakeAgent, controller: &str, pod: &Pod) 
     let client = ControllerClient::new(agent.identity().clone(), controller.to_owned());
     let source = Announcement { role: Role::Source, engine_port: None, ..announcement(agent, pod) };
     let _answer: Result<Value, CallError> = client.post_json("/v1/agents/announce", &source, SOON).await;
-    say("it announces a source", &json!("told"));
+    say("it announces a source", &json!("sent"));
 }
 
 /// It gives orders to all others, as the controller or the source would.

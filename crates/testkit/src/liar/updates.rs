@@ -75,7 +75,7 @@ impl Part {
     fn lies(&self, lie: Lie) -> bool {
         let lies = self.tells(lie);
         if lies {
-            say(lie.name(), &json!("told"));
+            say(lie.name(), &json!("sent"));
         }
         lies
     }

@@ -279,8 +279,8 @@ async fn wakeup(State(front): State<Arc<Front>>, Extension(state): Shared, RawQu
         Ok(tags) => tags.into_iter().map(str::to_owned).collect::<Vec<_>>(),
         Err(refusal) => return *refusal,
     };
-    let (behind, of) = (front.clone(), state.clone());
-    let woken = within(state.options.worker_timeout, async move { load::wakeup(&behind, &of, &tags).await }).await;
+    let (engine, of) = (front.clone(), state.clone());
+    let woken = within(state.options.worker_timeout, async move { load::wakeup(&engine, &of, &tags).await }).await;
     if woken.is_ok() {
         do_resume(&front);
     }
@@ -310,8 +310,8 @@ async fn update_weights(State(front): State<Arc<Front>>, Extension(state): Share
         return control("update_weights", Err("Pause LLM Engine first before calling updating weights".into()));
     }
     let version = named("version").and_then(Value::as_str).map(str::to_owned);
-    let (behind, of) = (front.clone(), state.clone());
-    let work = async move { load::update_weights(&behind, &of, version).await };
+    let (engine, of) = (front.clone(), state.clone());
+    let work = async move { load::update_weights(&engine, &of, version).await };
     control("update_weights", within(state.options.worker_timeout, work).await)
 }
 

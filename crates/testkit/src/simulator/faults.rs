@@ -16,7 +16,7 @@ pub struct Faults {
     /// Rank on which `load` happens. SGLang reports errors of rank 0 only.
     pub load_rank: u32,
     /// Delay of SGLang's device after its answers, in ms, when a tensor is read from our memory; 20 at least.
-    pub behind_ms: u64,
+    pub late_ms: u64,
     /// The engine has a `/dev/shm` of its own: torch's counters do not show that it has read a tensor.
     pub blind_to_counters: bool,
     /// Time by which FastDeploy's worker is late, in ms, with the answer to the message that ends an update: the reply to the server's call comes first.

@@ -251,8 +251,8 @@ impl Fixture {
     pub async fn member(&self, name: &str, refuse: Refuse) -> Member {
         let runtime = Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
         let door = Door::new(name, refuse);
-        let (fixture, behind) = (self.clone(), door.clone());
-        let (transport, _) = runtime.spawn(async move { fixture.transport(behind).await }).await.unwrap();
+        let (fixture, outer) = (self.clone(), door.clone());
+        let (transport, _) = runtime.spawn(async move { fixture.transport(outer).await }).await.unwrap();
         Member {
             name: MemberName(name.into()),
             address: transport.address(),

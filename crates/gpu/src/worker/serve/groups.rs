@@ -74,11 +74,11 @@ impl Groups {
         group: u64,
         at: &Span,
         root: u32,
-        behind: impl Iterator<Item = &'a Arc<Event>>,
+        after: impl Iterator<Item = &'a Arc<Event>>,
     ) -> Result<Enqueued, WorkerFault> {
         let Group { communicator, stream } = self.get(group)?;
         let begin = || -> Result<Progress, GpuError> {
-            for event in behind {
+            for event in after {
                 stream.wait_for(event)?;
             }
             communicator.broadcast(at, root, stream)

@@ -67,8 +67,8 @@ fn begin_to_read(front: Arc<Front>, state: &SglangGroups, body: &Value) -> Resul
     let counted = !front.core.state().faults.blind_to_counters;
     let named = named(state.ranks(), body, counted).map_err(Trouble::Dead)?;
     let reading = tokio::spawn(async move {
-        let behind = Duration::from_millis(front.core.state().faults.behind_ms).max(BEHIND);
-        tokio::time::sleep(behind).await;
+        let late = Duration::from_millis(front.core.state().faults.late_ms).max(BEHIND);
+        tokio::time::sleep(late).await;
         let read = read(&named);
         let taken = match read {
             Ok(taken) => front.core.take(taken).await,
@@ -83,7 +83,7 @@ fn begin_to_read(front: Arc<Front>, state: &SglangGroups, body: &Value) -> Resul
             front.crash.cancel();
         }
     });
-    state.behind(reading);
+    state.read_later(reading);
     Ok(Vec::new())
 }
 

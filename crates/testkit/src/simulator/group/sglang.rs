@@ -49,7 +49,7 @@ impl SglangGroups {
     }
 
     /// Something that the device does later, in its order.
-    pub(super) fn behind(&self, reading: tokio::task::JoinHandle<()>) {
+    pub(super) fn read_later(&self, reading: tokio::task::JoinHandle<()>) {
         self.reading.lock().push(reading);
     }
 

@@ -69,7 +69,7 @@ proptest! {
     fn partial_request_asks_for_no_more_than_there_is(
         key in proptest::collection::vec(any::<u8>(), 0..40),
         values in proptest::collection::vec(proptest::collection::vec(any::<u8>(), 0..60), 1..6),
-        behind in proptest::collection::vec(any::<u8>(), 0..10),
+        rest in proptest::collection::vec(any::<u8>(), 0..10),
     ) {
         let items = values.iter().map(|value| (key.as_slice(), value.as_slice())).collect();
         let whole = bytes(&Request::MultiSet(items));
@@ -77,7 +77,7 @@ proptest! {
             let Read::Partly(needed) = read(&whole[..end]).unwrap() else { panic!("a part is no request") };
             prop_assert!(needed > end && needed <= whole.len());
         }
-        let Read::Whole(_, length) = read(&[whole.clone(), behind].concat()).unwrap() else { panic!("it is whole") };
+        let Read::Whole(_, length) = read(&[whole.clone(), rest].concat()).unwrap() else { panic!("it is whole") };
         prop_assert_eq!(length, whole.len());
     }
 
