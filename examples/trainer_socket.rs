@@ -311,6 +311,7 @@ fn view(version: Option<u64>) -> RosterView {
         url: Some(format!("http://{name}:8000")),
         state: state.into(),
         version,
+        proven_by: None,
         rank_offset,
         size: 1,
         mixed: Vec::new(),

@@ -36,7 +36,8 @@ pub use selector::{PodSelector, SelectorOperator, SelectorRequirement};
 pub use spec::{Delivery, Order, Trainer, WeightSync, WeightSyncSpec};
 pub use status::{
     ConditionType, EdgeStatus, EdgeVerdict, GdrDevices, GdrStatus, LONGEST_REQUEST, LastUpdate, MAX_MEMBERS, MemberStateName, MemberStatus,
-    PREFLIGHT_ANNOTATION, PhaseTime, PreflightStatus, ReplicaCount, TrainerStatus, TransferStatus, TransportStatus, WeightSyncStatus,
+    PREFLIGHT_ANNOTATION, PhaseTime, PreflightStatus, ProofName, ReplicaCount, TrainerStatus, TransferStatus, TransportStatus,
+    WeightSyncStatus,
 };
 pub use validate::{Problem, validate};
 

@@ -59,6 +59,7 @@ impl Agent {
             returned: None,
             installed: None,
             refused: Vec::new(),
+            proven_by: None,
             statements: Vec::new(),
             engine: (place.role == Role::Rollout).then_some(engine),
             engine_restarts: 0,

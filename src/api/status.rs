@@ -317,6 +317,12 @@ pub struct MemberStatus {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub version: Option<i64>,
 
+    /// What shows that its engine holds the bytes of that version: `Digests` (of every tensor, in the memory or files that the engine loaded
+    /// from), `Engine` (the engine's own checksums after the load agree with those of most replicas of its pool), or `Nothing` (only the
+    /// engine's responses). Absent if its agent did not switch the engine itself, as after a restart of the agent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub proven_by: Option<ProofName>,
+
     /// Versions that its agent keeps complete and verified; `targetVersion` can name them. At most 32.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 32))]
@@ -426,6 +432,14 @@ pub enum MemberStateName {
     Forming,
     Waiting,
     Out,
+}
+
+/// What shows that an engine holds the bytes of a version.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub enum ProofName {
+    Digests,
+    Engine,
+    Nothing,
 }
 
 /// The source.

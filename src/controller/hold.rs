@@ -43,6 +43,7 @@ fn member(member: &MemberStatus) -> MemberStatus {
         MemberStateName::Ready | MemberStateName::Updating | MemberStateName::Behind => MemberStatus {
             state: MemberStateName::Updating,
             version: None,
+            proven_by: None,
             retained: Vec::new(),
             paused_until: None,
             last_transfer: None,

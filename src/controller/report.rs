@@ -10,12 +10,12 @@ use super::events::cut;
 use super::object::Unreadable;
 use crate::api::{
     ConditionType, EdgeStatus, EdgeVerdict, GdrDevices, GdrStatus, LONGEST_REQUEST, LastUpdate, MAX_MEMBERS, MemberStateName, MemberStatus,
-    PhaseTime, PreflightStatus, ReplicaCount, TrainerStatus, TransferStatus, TransportStatus, WeightSync, WeightSyncStatus,
+    PhaseTime, PreflightStatus, ProofName, ReplicaCount, TrainerStatus, TransferStatus, TransportStatus, WeightSync, WeightSyncStatus,
 };
 use weightsync_core::membership::{GroupStage, MemberStanding, MemberView, MembershipView};
 use weightsync_core::protocol::{
-    Arrangement, EdgeOutcome, EdgeReport, GpuDevices, MOST_EDGES, MemberFabric, MemberName, PreflightReport, Reason, Received, Role,
-    UpdateView,
+    Arrangement, EdgeOutcome, EdgeReport, GpuDevices, MOST_EDGES, MemberFabric, MemberName, PreflightReport, ProvenBy, Reason, Received,
+    Role, UpdateView,
 };
 
 /// Longest message of a member, in bytes.
@@ -368,6 +368,11 @@ fn member(member: &MemberView) -> MemberStatus {
             MemberStanding::Out => MemberStateName::Out,
         },
         version: member.installed.as_ref().map(|held| signed_long(held.version)),
+        proven_by: member.proven_by.map(|by| match by {
+            ProvenBy::Digests => ProofName::Digests,
+            ProvenBy::Engine => ProofName::Engine,
+            ProvenBy::Nothing => ProofName::Nothing,
+        }),
         retained: member.keeps.iter().take(MAX_RETAINED).map(|held| signed_long(held.version)).collect(),
         paused_until: member
             .paused_until

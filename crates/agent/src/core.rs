@@ -15,8 +15,8 @@ use super::group::{Epoch, Group, Me, Standing, Step, refusal};
 use super::statements::Statements;
 use weightsync_core::protocol::{
     BucketHeader, CommitRequest, DataHello, EngineFacts, EpochId, FenceRequest, HeldVersion, Hindrance, LONGEST_MEASUREMENT, MemberFabric,
-    MemberName, MemberPhase, MemberState, MixedWindow, PreflightReport, PrepareRequest, Received, Refusal, RefusalCode, RefusedVersion,
-    ReleaseRequest, STATEMENTS, UpdateId,
+    MemberName, MemberPhase, MemberState, MixedWindow, PreflightReport, PrepareRequest, ProvenBy, Received, Refusal, RefusalCode,
+    RefusedVersion, ReleaseRequest, STATEMENTS, UpdateId,
 };
 use weightsync_net::identity::PeerIdentity;
 use weightsync_transport::{Admission, BucketStore, Fault, Wants};
@@ -30,6 +30,8 @@ pub struct Facts {
     pub earlier: Vec<HeldVersion>,
     /// Confirmed by the engine's present start; for a source, the last version that reached `minReady`.
     pub installed: Option<HeldVersion>,
+    /// What shows that the engine holds its bytes; none where this agent did not switch it.
+    pub proven_by: Option<ProvenBy>,
     /// Versions that the canary refused, the highest last.
     pub refused: Vec<RefusedVersion>,
     pub engine: Option<EngineFacts>,
@@ -438,6 +440,7 @@ fn state(group: &Group, facts: &Facts, statements: &Statements) -> MemberState {
             Standing::Idle | Standing::Prepared(_) => None,
         },
         installed: facts.installed.clone(),
+        proven_by: facts.proven_by,
         refused: facts.refused.clone(),
         statements: facts.versions().into_iter().filter_map(|held| statements.about(held)).take(STATEMENTS).collect(),
         engine: facts.engine.clone(),

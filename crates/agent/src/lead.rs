@@ -3,6 +3,7 @@
 //! [`table`] decides what may follow from what members say; `attempt` carries it out. An attempt lives and dies with its epoch: it is
 //! never repeated within it. Anyone who calls decides about versions and about trying again.
 
+mod agreement;
 mod attempt;
 mod calls;
 mod communicator;

@@ -359,6 +359,7 @@ impl Inner {
         facts.retained = of_group.or(self.kept.as_ref()).or(self.staged.as_ref()).map(|version| version.held.clone());
         facts.earlier = self.held().map(|version| version.held.clone()).filter(|held| Some(held) != facts.retained.as_ref()).collect();
         facts.installed = self.machine.certainly_installed().map(|installed| installed.held.clone());
+        facts.proven_by = self.machine.certainly_installed().and_then(|installed| installed.proven_by);
         facts.refused.clone_from(&self.refused);
         facts.engine_restarts = self.engine.restarts;
         facts.engine.clone_from(&self.engine.facts);

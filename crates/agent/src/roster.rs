@@ -52,6 +52,7 @@ pub fn view(epoch: Option<&Epoch>, current: Option<&HeldVersion>, peers: &BTreeM
             url: epoch.and_then(|epoch| epoch.address(&member.name)).and_then(|address| address.engine_url.clone()),
             state: word(state.filter(|_| !lost), epoch, current, going_back.is_some(), limit).to_owned(),
             version: state.and_then(|state| state.installed.as_ref()).map(|installed| installed.version),
+            proven_by: state.and_then(|state| state.proven_by),
             rank_offset: member.rank_offset,
             size: member.size,
             mixed: state.map_or_else(Vec::new, |state| state.mixed.clone()),

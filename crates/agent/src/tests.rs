@@ -41,6 +41,7 @@ fn first_status(update: UpdateId, step: InstallStep, bytes: u64) -> UpdateStatus
         refused: false,
         repeats: false,
         steps_ms: Vec::new(),
+        checksum: None,
         mixed: Vec::new(),
     }
 }

@@ -11,8 +11,8 @@ use std::time::Duration;
 use async_trait::async_trait;
 
 use super::{EngineError, InstallError, InstallReport, InstallTerms, Left};
-use weightsync_core::protocol::HeldVersion;
 use weightsync_core::protocol::worker::IpcHandle;
+use weightsync_core::protocol::{EngineChecksum, HeldVersion};
 use weightsync_core::weights::{Bucket, Layout};
 
 /// How a server can be fed from GPU memory.
@@ -108,6 +108,12 @@ pub trait DeviceInstall: Send {
     /// Passes one bucket, in the order of the layout. Returns when the engine accepted it. The first call pauses and marks the engine.
     /// After an error the install has ended, and the engine's state in the error is final.
     async fn bucket(&mut self, bucket: DeviceBucket) -> Result<Released, InstallError>;
+
+    /// All was handed over: the engine takes its last step, stays as paused as it is, and computes checksums of its own. None where it offers
+    /// none, or none that prove anything. [`finish`](Self::finish) follows. Errors as of [`bucket`](Self::bucket).
+    async fn seal(&mut self) -> Result<Option<EngineChecksum>, InstallError> {
+        Ok(None)
+    }
 
     /// All buckets were passed and match the manifest: the engine takes its last step and runs. Errors as in [`super::Engine::install`].
     async fn finish(self: Box<Self>, version: HeldVersion) -> Result<InstallReport, InstallError>;

@@ -11,6 +11,7 @@
 mod adapter;
 mod canary;
 mod checkpoint_engine;
+mod checksums;
 mod device;
 pub mod draft;
 mod evidence;

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use async_trait::async_trait;
 
 use super::canary::LogProbs;
+use super::checksums::Checksums;
 use super::device::DeviceRoute;
 use super::draft::{DraftWay, untaken};
 use super::feed::{Feed, FeedJob};
@@ -131,6 +132,12 @@ pub(super) trait Server: Send + Sync + 'static {
     /// not change that.
     async fn open_feed(&self, _job: FeedJob<'_>, _until: Until) -> Result<Box<dyn Feed>, EngineError> {
         Err(no_device_route(self.kind()))
+    }
+
+    /// Its own checksums of the weights that it holds; none where it offers none that can be compared, or where they would take too long for
+    /// `bytes` of weights. It answers nothing else meanwhile.
+    async fn checksums(&self, _bytes: u64, _until: Until) -> Result<Option<Checksums>, EngineError> {
+        Ok(None)
     }
 
     /// Whether its workers read weights from shared host memory: the name of the route.

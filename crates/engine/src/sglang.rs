@@ -6,6 +6,7 @@
 //! such a load counts as half an update all the same. The version is written by a separate call at the end, never with the load, and the
 //! cache is flushed by a separate call as well.
 
+mod checksums;
 mod group;
 mod tensors;
 
@@ -20,6 +21,7 @@ use twox_hash::XxHash3_64;
 use super::adapter::Adapter;
 use super::canary::{self, LogProbs};
 use super::checkpoint_engine::Call;
+use super::checksums::Checksums;
 use super::device::DeviceRoute;
 use super::draft::{DraftWay, none_there, untaken};
 use super::feed::{self, CheckpointEngine, Feed, FeedJob};
@@ -327,6 +329,10 @@ impl Server for Sglang {
     }
 
     fn groups(&self) -> Option<Arc<dyn GroupServer>> {
+    async fn checksums(&self, _: u64, until: Until) -> Result<Option<Checksums>, EngineError> {
+        checksums::ask(&self.http, until).await
+    }
+
         Some(Arc::new(group::SglangGroup { http: self.http.clone() }))
     }
 

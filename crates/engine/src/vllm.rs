@@ -7,6 +7,7 @@
 
 mod backend;
 mod buckets;
+mod checksums;
 mod device;
 mod draft;
 mod gpus;
@@ -28,6 +29,7 @@ use serde_json::{Value, json};
 use self::backend::Backend;
 use super::adapter::Adapter;
 use super::canary::{self, LogProbs};
+use super::checksums::Checksums;
 use super::device::DeviceRoute;
 use super::draft::DraftWay;
 use super::feed::{Feed, FeedJob};
@@ -347,6 +349,10 @@ impl Server for Vllm {
     }
 
     async fn host_route(&self, until: Until) -> Result<&'static str, EngineError> {
+    async fn checksums(&self, bytes: u64, until: Until) -> Result<Option<Checksums>, EngineError> {
+        checksums::ask(&self.http, (bytes, self.size(until).await?), until).await
+    }
+
         if self.has_backend(until).await? { Ok(BACKEND) } else { Err(no_host_route(KIND)) }
     }
 

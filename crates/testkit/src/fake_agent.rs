@@ -137,6 +137,7 @@ impl FakeAgent {
             returned: None,
             installed: None,
             refused: Vec::new(),
+            proven_by: None,
             statements: Vec::new(),
             engine: (pod.role == Role::Rollout).then(engine),
             healthy: true,

@@ -116,7 +116,7 @@ prop_compose! {
         pods in prop::collection::vec(TEXT, 0..3),
         rank_offset in of(0..9),
         state in prop::sample::select(vec![MemberStateName::Ready, MemberStateName::Out, MemberStateName::Dirty]),
-        version in of(0_i64..9),
+        (version, proven_by) in (of(0_i64..9), of(prop::sample::select(vec![ProofName::Digests, ProofName::Engine, ProofName::Nothing]))),
         (paused, transfer, library) in (of(0_i64..9), of((TEXT, TEXT, 0_i64..9)), of(TEXT)),
         retained in prop::collection::vec(0_i64..9, 0..3),
         message in "[a-z]{0,4}",
@@ -138,7 +138,7 @@ prop_compose! {
             library,
         });
         let reason = "MemberReady".to_owned();
-        MemberStatus { name, pods, rank_offset, size: 1, state, version, retained, paused_until, last_transfer, gdr, reason, message }
+        MemberStatus { name, pods, rank_offset, size: 1, state, version, proven_by, retained, paused_until, last_transfer, gdr, reason, message }
     }
 }
 

@@ -11,7 +11,7 @@ use kube::ResourceExt;
 use kube::runtime::{WatchStreamExt, watcher};
 
 use super::cluster::{ClusterArgs, find};
-use crate::api::{GdrStatus, MemberStatus, WeightSync, WeightSyncStatus};
+use crate::api::{GdrStatus, MemberStatus, ProofName, WeightSync, WeightSyncStatus};
 use weightsync_agent::command::Output;
 use weightsync_agent::command::text::columns;
 
@@ -89,7 +89,7 @@ fn table(object: &WeightSync) -> String {
     for condition in status.conditions.iter().filter(|condition| worth_telling(&condition.type_, &condition.status)) {
         let _ = writeln!(text, "{}={} {}: {}", condition.type_, condition.status, condition.reason, condition.message);
     }
-    let mut rows = vec![["MEMBER", "STATE", "RANKS", "VERSION", "GB/S", "FROM", "REASON", "MESSAGE"].map(str::to_owned)];
+    let mut rows = vec![["MEMBER", "STATE", "RANKS", "VERSION", "PROVEN BY", "GB/S", "FROM", "REASON", "MESSAGE"].map(str::to_owned)];
     rows.extend(status.members.iter().map(row));
     text.push_str(&columns(&rows).join("\n"));
     for member in &status.members {
@@ -125,18 +125,25 @@ fn worth_telling(kind: &str, status: &str) -> bool {
     }
 }
 
-fn row(member: &MemberStatus) -> [String; 8] {
+fn row(member: &MemberStatus) -> [String; 9] {
     let ranks = member.rank_offset.map_or_else(
         || format!("- ({})", member.size),
         |first| if member.size == 1 { first.to_string() } else { format!("{first}-{}", first + member.size - 1) },
     );
     let version = member.version.map_or_else(|| "-".to_owned(), |version| version.to_string());
     let none = || "-".to_owned();
+    let proven_by = match member.proven_by {
+        Some(ProofName::Digests) => "digests".to_owned(),
+        Some(ProofName::Engine) => "engine".to_owned(),
+        Some(ProofName::Nothing) => "not proven".to_owned(),
+        None => none(),
+    };
     let (rate, from) = member.last_transfer.as_ref().map_or_else(
         || (none(), none()),
         |transfer| (gigabytes(transfer.bytes_per_second), format!("{} ({})", transfer.from, transfer.transport)),
     );
-    [member.name.clone(), format!("{:?}", member.state), ranks, version, rate, from, member.reason.clone(), member.message.clone()]
+    let state = format!("{:?}", member.state);
+    [member.name.clone(), state, ranks, version, proven_by, rate, from, member.reason.clone(), member.message.clone()]
 }
 
 /// Bytes as GB, with two digits after the point.

@@ -111,6 +111,7 @@ fn member(name: &str, standing: MemberStanding, installed: Option<HeldVersion>) 
         keeps: Vec::new(),
         dirty: standing == MemberStanding::Dirty,
         installed,
+        proven_by: None,
         engine_url: None,
         wedged: false,
         paused_until: None,

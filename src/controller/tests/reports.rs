@@ -35,6 +35,7 @@ fn member(name: &str, standing: MemberStanding) -> MemberView {
         keeps: Vec::new(),
         dirty: standing == MemberStanding::Dirty,
         installed: None,
+        proven_by: None,
         engine_url: None,
         wedged: false,
         paused_until: None,

@@ -56,6 +56,48 @@ async fn versions_reach_engines_of_three_kinds_that_join() {
     assert_eq!((engines[1].count("/init_weights_update_group"), engines[1].count("/end_weight_update")), (joins, 2));
 }
 
+/// What the trainer's agent says of each replica: what its version was proven by.
+async fn proven_by(world: &World) -> Vec<Value> {
+    let roster = world.roster("trainer").await;
+    roster["replicas"].as_array().unwrap().iter().map(|replica| replica["provenBy"].clone()).collect()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn engines_of_one_kind_are_proven_by_their_checksums() {
+    let machine = Machine::new().with("FAKEGPU_COUNT", 6);
+    let (world, engines) = joined(&machine, json!({}), &[Kind::Vllm, Kind::Sglang, Kind::Vllm, Kind::Sglang, Kind::Lmdeploy]).await;
+    for version in 1..=2 {
+        let (_, result) = publish(&world, version).await;
+        assert_eq!(installed(&result).len(), 5, "{result}");
+        until("all proofs", || async { proven_by(&world).await == ["Engine", "Engine", "Engine", "Engine", "Nothing"] }).await;
+    }
+    assert_eq!((engines[0].count("/weight_checker"), engines[1].count("/weights_checker")), (2, 2));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn engine_without_another_to_compare_with_is_not_proven() {
+    let machine = Machine::new();
+    let (world, engines) = joined(&machine, json!({}), &[Kind::Vllm]).await;
+    publish(&world, 1).await;
+    until("no proof", || async { proven_by(&world).await == ["Nothing"] }).await;
+    assert_eq!(engines[0].count("/weight_checker"), 0, "it would stop for nothing");
+}
+
+/// Story F46.
+#[tokio::test(flavor = "multi_thread")]
+async fn engine_that_loaded_other_weights_is_held_and_fed() {
+    let machine = Machine::new();
+    let (world, engines) = joined(&machine, json!({}), &[Kind::Vllm, Kind::Vllm, Kind::Vllm]).await;
+    engines[1].corrupts(1);
+    let (model, result) = publish(&world, 1).await;
+    assert_eq!(installed(&result), ["rollouts/actor-0", "rollouts/actor-2"], "{result}");
+    let behind = result["behind"][0].to_string();
+    assert!(behind.contains("actor-1") && behind.contains("are those of 0 of the 2 other replicas of its pool"), "{behind}");
+    until("the engine with other weights to be fed", || async { world.replicas("ready").await.len() == 3 }).await;
+    assert!(engines.iter().all(|engine| engine.serves(&model) && engine.runs()));
+    until("all proofs", || async { proven_by(&world).await == ["Engine", "Digests", "Engine"] }).await;
+}
+
 /// Stories F94 and F50.
 #[tokio::test(flavor = "multi_thread")]
 async fn engine_that_refuses_a_bucket_ends_its_broadcast_only() {

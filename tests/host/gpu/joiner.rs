@@ -52,6 +52,8 @@ struct Inside {
     lingers: u64,
     /// Takes this bucket, counted from 1 over all updates, and fails with it.
     spoils: Option<u64>,
+    /// Loads so many updates from a group wrongly, and says success.
+    corrupts: u32,
     /// Buckets that it took, and the most requests for buckets that it had at one time.
     answered: u64,
     most_at_once: u64,
@@ -117,6 +119,11 @@ impl Joiner {
     /// Takes a bucket, counted from 1 over all updates, and fails with it.
     pub fn spoils(&self, bucket: u64) {
         self.with(|inside| inside.spoils = Some(bucket));
+    }
+
+    /// Loads so many updates from its group wrongly, and says success.
+    pub fn corrupts(&self, updates: u32) {
+        self.with(|inside| inside.corrupts = updates);
     }
 
     /// The most requests for buckets that it had at one time.
@@ -208,9 +215,20 @@ impl Shared {
             "/end_weight_update" | "/finish_weight_update" => self.open(false),
             "/update_weights_from_distributed" | "/update_weights" => self.update(&mut core, body).await,
             "/update_weights_from_disk" => self.load(body["model_path"].as_str(), json!({"success": true})),
+            "/weight_checker" => (200, json!({"checksums": self.checksums("dp0:pp0:pcp0:tp0:")})),
+            "/weights_checker" => {
+                let place = json!({"role": "target", "tp_rank": 0, "tp_size": 1, "dp_rank": 0, "dp_size": 1, "pp_rank": 0, "pp_size": 1, "rank": 0, "size": 1});
+                let rank = json!({"checksums": self.checksums(""), "per_gpu_checksum": "", "parallelism_info": place});
+                (200, json!({"success": true, "message": "Success.", "ranks": [rank], "per_engine_checksum": ""}))
+            }
             "/collective_rpc" => self.load(body["kwargs"]["weights_path"].as_str(), json!({"results": [null]})),
             _ => self.plain(path, body),
         }
+    }
+
+    /// What its checker computes from the weights that it serves.
+    fn checksums(&self, place: &str) -> Value {
+        self.with(|inside| inside.serves.iter().map(|(name, digest)| (format!("{place}{name}"), json!(digest))).collect())
     }
 
     /// Serves what lies in a directory; without one, what it served before.
@@ -339,7 +357,13 @@ impl Shared {
 
 impl Inside {
     fn finish(&mut self) {
-        let taken = std::mem::take(&mut self.taken);
+        let mut taken = std::mem::take(&mut self.taken);
+        if self.corrupts > 0
+            && let Some(digest) = taken.values_mut().next()
+        {
+            self.corrupts -= 1;
+            *digest = digest.chars().rev().collect();
+        }
         self.serves.extend(taken);
     }
 }

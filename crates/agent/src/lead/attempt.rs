@@ -11,17 +11,20 @@ use tokio::sync::Notify;
 use tokio::time::Instant;
 
 use super::Leader;
+use super::agreement::{Agreement, compare};
 use super::calls::{Calls, Following};
+use super::engines::EngineGroupsLed;
 use super::order::{after, in_order};
 use super::peers::Peers;
 use super::phases::ANSWER;
 use super::stream::{Keep, Sending};
-use super::table::{Failure, Switching, Table};
+use super::table::{Failure, Switching, Table, Verdict};
 use crate::core::{Core, lock};
-use crate::group::Epoch;
+use crate::group::{Epoch, refusal};
 use crate::version_source::VersionSource;
 use weightsync_core::protocol::{
-    FinishRequest, HeldVersion, InstallStep, MemberName, MixedWindow, PublishErrorCode, Role, Statement, UpdateId, UpdatePhase, UpdateView,
+    FinishRequest, HeldVersion, InstallStep, MemberName, MixedWindow, PublishErrorCode, RefusalCode, Role, Statement, UpdateId,
+    UpdatePhase, UpdateView,
 };
 use weightsync_core::weights::{DigestAlgorithm, Layout, Manifest};
 
@@ -122,6 +125,8 @@ pub(super) struct Attempt<'a> {
     shown: Instant,
     unshown: bool,
     over: bool,
+    /// Members whose engines' own checksums are those of most of their pool.
+    pub(super) agreed: Vec<MemberName>,
 }
 
 pub(super) struct Begun<'a> {
@@ -175,6 +180,7 @@ impl<'a> Attempt<'a> {
             unshown: false,
             silence: Duration::from_millis(epoch.prepared.policy.silence_ms),
             over: false,
+            agreed: Vec::new(),
         };
         attempt.set_updating(true);
         attempt.show();
@@ -219,6 +225,7 @@ impl<'a> Attempt<'a> {
                     tensor_digests: manifest.tensor_digests,
                     manifest_digest: held.manifest.clone(),
                     statement: self.statement(&held.manifest, &layout.digest()),
+                    check: self.engines_led().is_some_and(|led| led.is_to_be_checked()),
                 };
                 (held, Some(request))
             }
@@ -268,12 +275,16 @@ impl<'a> Attempt<'a> {
         verified: &Notify,
     ) -> Result<(), Failure> {
         self.enter(UpdatePhase::Verify, stage);
+        let checks = finish.as_ref().is_some_and(|request| request.check);
         if let Some(request) = finish {
             self.tell(receiving, "/v1/update/finish", request, ANSWER + self.silence).await;
         }
         let settled = self.settle(following, stage, Table::after_finish).await;
         self.learn_order(receiving);
         settled?;
+        if checks {
+            self.compare_engines()?;
+        }
         verified.notify_one();
 
         self.enter(UpdatePhase::Staged, stage);
@@ -283,6 +294,31 @@ impl<'a> Attempt<'a> {
         self.switch(following, stage, update).await?;
         self.enter(UpdatePhase::Done, stage);
         Ok(())
+    }
+
+    fn engines_led(&self) -> Option<Arc<EngineGroupsLed>> {
+        self.leader.engines_of(&self.epoch).filter(|_| !self.view.feeding)
+    }
+
+    /// Takes engines out that hold other weights than most of their pool. They are paused still, and stay so until they are fed in full.
+    fn compare_engines(&mut self) -> Result<(), Failure> {
+        let said = self.table.checksums();
+        let Agreement { agreed, wrong } = compare(&said);
+        let compared = |name: &MemberName| agreed.contains(name) || wrong.iter().any(|(wrong, _)| wrong == name);
+        let slowest_ms = said.iter().filter(|(name, _)| compared(name)).map(|(_, checksum)| checksum.took_ms).max();
+        if let Some(led) = self.engines_led() {
+            led.checked(slowest_ms);
+        }
+        for (member, why) in wrong {
+            tracing::error!(%member, version = self.view.version, why, "an engine holds other weights than were sent");
+            self.table.refused(&member, &refusal(RefusalCode::EngineRefused, why.clone()));
+            self.calls.abort(vec![member], self.update(), why);
+        }
+        self.agreed = agreed;
+        match self.table.after_finish() {
+            Verdict::Fail(failure) => Err(failure),
+            Verdict::Wait | Verdict::Enough | Verdict::All => Ok(()),
+        }
     }
 
     /// Of members that pass bytes on: those that did not verify them come first in the next chain, and their predecessor is reported.

@@ -7,8 +7,8 @@
 mod admitted;
 
 use std::net::{IpAddr, SocketAddr};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use tokio::sync::watch;
@@ -18,6 +18,7 @@ use tokio_util::sync::CancellationToken;
 
 use self::admitted::addresses_of_group;
 use super::Leader;
+use super::agreement::comparable;
 use super::calls::Calls;
 use crate::group::{Epoch, refusal};
 use weightsync_core::protocol::worker::{NcclId, Proof};
@@ -33,6 +34,8 @@ use weightsync_transport::nccl::Staging;
 const UNIQUE_ID: Duration = Duration::from_secs(2);
 /// An abort takes 0.5 s where a peer is gone (NCCL 2.28.9).
 const ABORT: Duration = Duration::from_secs(20);
+/// Engines that compute their checksums within this long do so for every version; others for the first one that a group brings.
+const FAST_CHECKSUMS_MS: u64 = 200;
 /// Groups of one epoch at most, as far as their numbers at the worker go.
 const MOST_GROUPS: u64 = 1 << 10;
 /// Numbers of these groups at the worker do not meet those of communicators between agents, which are epochs.
@@ -44,6 +47,8 @@ pub(super) struct EngineGroupsLed {
     pub(super) worker: Worker,
     pub(super) staging: Staging,
     pub(super) groups: Vec<Arc<Led>>,
+    /// Time that the engines took for their own checksums when they were last asked, in ms; none before.
+    checked_ms: Mutex<Option<u64>>,
     broken: watch::Sender<Option<String>>,
 }
 
@@ -86,6 +91,18 @@ impl Led {
 }
 
 impl EngineGroupsLed {
+    /// Whether engines are to be asked for their own checksums of the next version: of the first one that these groups bring, and of each one
+    /// while they answer fast.
+    pub(super) fn is_to_be_checked(&self) -> bool {
+        let members: Vec<MemberName> = self.groups.iter().flat_map(|group| &group.plan.members).map(|(name, _)| name.clone()).collect();
+        comparable(&members) && crate::core::lock(&self.checked_ms).is_none_or(|took| took <= FAST_CHECKSUMS_MS)
+    }
+
+    /// Engines were asked, and the slowest of those that could be compared took so long; none could without it.
+    pub(super) fn checked(&self, slowest_ms: Option<u64>) {
+        *crate::core::lock(&self.checked_ms) = Some(slowest_ms.unwrap_or(u64::MAX));
+    }
+
     /// Why they cannot be used any more, if so.
     pub(super) fn broken(&self) -> Option<String> {
         self.broken.borrow().clone()
@@ -165,7 +182,14 @@ impl Leader {
             let (making, stands) = (tokio::sync::Mutex::new(()), AtomicBool::new(false));
             groups.push(Arc::new(Led { plan: group.clone(), worker: worker.clone(), number, id, store, making, stands }));
         }
-        let led = Arc::new(EngineGroupsLed { epoch: epoch.id().clone(), worker, staging, groups, broken: watch::Sender::new(None) });
+        let led = Arc::new(EngineGroupsLed {
+            epoch: epoch.id().clone(),
+            worker,
+            staging,
+            groups,
+            checked_ms: Mutex::new(None),
+            broken: watch::Sender::new(None),
+        });
         if let Err(refusal) = self.join_all(epoch, &led, deadline).await {
             // Engines that wait for a rank that never comes are let go.
             led.break_off(&refusal.message).await;

@@ -29,7 +29,10 @@ impl Attempt<'_> {
             waves.begin(&due);
             self.table.reported(&due);
             stage.switching(self.table.switching());
-            self.tell(&due, "/v1/update/activate", ActivateRequest { update: update.clone() }, ANSWER).await;
+            let (proven, others): (Vec<_>, Vec<_>) = due.into_iter().partition(|member| self.agreed.contains(member));
+            for (members, agreed) in [(proven, true), (others, false)] {
+                self.tell(&members, "/v1/update/activate", ActivateRequest { update: update.clone(), agreed }, ANSWER).await;
+            }
             let left: Vec<MemberName> =
                 waves.waiting(|member| self.table.step(member)).into_iter().map(|left| left.member.clone()).collect();
             if left.is_empty() {

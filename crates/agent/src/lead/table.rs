@@ -4,8 +4,8 @@
 //! delivered or installed that did not say so itself.
 
 use weightsync_core::protocol::{
-    InstallStep, MemberName, MemberProgress, MixedWindow, PublishErrorCode, Refusal, RefusalCode, UpdatePhase, UpdateStatus,
-    is_refused_by_most,
+    EngineChecksum, InstallStep, MemberName, MemberProgress, MixedWindow, PublishErrorCode, Refusal, RefusalCode, UpdatePhase,
+    UpdateStatus, is_refused_by_most,
 };
 
 /// Why an attempt ended without its aim.
@@ -56,6 +56,7 @@ struct Row {
     canary: bool,
     repeats: bool,
     mixed: Vec<MixedWindow>,
+    checksum: Option<EngineChecksum>,
     reported: bool,
     /// Whether its part is over because it was lost, and not by its own word.
     unheard: bool,
@@ -81,6 +82,7 @@ impl Table {
             canary: false,
             repeats: false,
             mixed: Vec::new(),
+            checksum: None,
             reported: false,
             unheard: false,
         };
@@ -98,6 +100,7 @@ impl Table {
         row.canary = status.refused;
         row.repeats = status.repeats;
         row.mixed.clone_from(&status.mixed);
+        row.checksum.clone_from(&status.checksum);
     }
 
     pub fn refused(&mut self, member: &MemberName, refusal: &Refusal) {
@@ -145,6 +148,12 @@ impl Table {
     /// Those that hold the version but have not begun to install it.
     pub fn delivered(&self) -> Vec<MemberName> {
         self.with(|row| row.step == Some(InstallStep::Delivered))
+    }
+
+    /// The engines' own checksums, of those that hold the version but have not begun to install it.
+    pub fn checksums(&self) -> Vec<(MemberName, EngineChecksum)> {
+        let rows = self.rows.iter().filter(|row| row.step == Some(InstallStep::Delivered));
+        rows.filter_map(|row| Some((row.name.clone(), row.checksum.clone()?))).collect()
     }
 
     /// Where a member stands; none before it answered.

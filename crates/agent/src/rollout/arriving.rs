@@ -48,13 +48,14 @@ impl Arriving {
         }
     }
 
-    /// Has an engine that took the buckets take its last step. False when they lie in files, or no one is there any more to do so.
-    pub(super) fn finish(&self, held: &HeldVersion) -> bool {
+    /// Has an engine that took the buckets take its last step; `agreed` where its own checksums are those of other replicas. False when they
+    /// lie in files, or no one is there any more to do so.
+    pub(super) fn finish(&self, held: &HeldVersion, agreed: bool) -> bool {
         match self {
             Self::Files(_) | Self::External(..) => false,
-            Self::Device(receiver) => receiver.finish(held.clone()),
-            Self::Memory(receiver) => receiver.finish(held.clone()),
-            Self::Group(receiver) => receiver.finish(held.clone()),
+            Self::Device(receiver) => receiver.finish(held.clone(), agreed),
+            Self::Memory(receiver) => receiver.finish(held.clone(), agreed),
+            Self::Group(receiver) => receiver.finish(held.clone(), agreed),
         }
     }
 

@@ -16,7 +16,8 @@ use super::update::busy;
 use super::{Arriving, Inner, Rollout};
 use crate::group::{Epoch, refusal};
 use weightsync_core::protocol::{
-    Delivery, ExternalBegin, ExternalEnd, ExternalOutcome, HealthPolicy, InstallStep, Refusal, RefusalCode, UpdateId, UpdateStatus,
+    Delivery, ExternalBegin, ExternalEnd, ExternalOutcome, HealthPolicy, InstallStep, ProvenBy, Refusal, RefusalCode, UpdateId,
+    UpdateStatus,
 };
 use weightsync_engine::{EngineError, External, ExternalMark, ExternalProof, Left};
 
@@ -230,7 +231,7 @@ impl Rollout {
         let held = mark.version.clone();
         let proof = ExternalProof { mark, engine_version, timeout: limit };
         let outcome = timeout(limit.saturating_add(GRACE), engine.prove(&proof)).await.map_err(drop);
-        self.end_switch(&held, None, outcome, switch, limit);
+        self.end_switch(&held, None, outcome.map(|ended| ended.map(|report| (report, ProvenBy::Nothing))), switch, limit);
         // The pause, if there is one, is not ours.
         self.with(|inner| inner.paused_until = None);
     }

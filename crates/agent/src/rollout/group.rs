@@ -17,8 +17,8 @@ use super::{Arriving, Rollout};
 use crate::core::lock;
 use crate::group::{Epoch, refusal};
 use weightsync_core::protocol::{
-    BeginRequest, EngineJoinRequest, EngineJoinResponse, FinishRequest, GroupFacts, HeldVersion, Receive, ReceiveRequest, ReceiveResponse,
-    Refusal, RefusalCode, TransportKind,
+    BeginRequest, EngineChecksum, EngineJoinRequest, EngineJoinResponse, FinishRequest, GroupFacts, HeldVersion, ProvenBy, Receive,
+    ReceiveRequest, ReceiveResponse, Refusal, RefusalCode, TransportKind,
 };
 use weightsync_core::weights::{Cuts, Layout, Manifest, parse_digest_hex};
 use weightsync_engine::{DeviceBucket, DeviceInstall, GroupJoin, InstallError, InstallReport, Left, no_groups};
@@ -38,24 +38,41 @@ pub(super) struct FromGroup {
     begun: Option<Instant>,
 }
 
+/// What the engine is to do.
+pub(super) enum Asked {
+    ToReceive(Receive),
+    /// Take its last step, and compute checksums of its own.
+    ToSeal,
+}
+
 pub(super) struct Arrived {
     /// The highest sequence that was asked for.
     asked: watch::Sender<Option<u32>>,
     /// So many buckets were taken.
     taken: u32,
+    /// The engine's own checksums.
+    checksum: Option<EngineChecksum>,
 }
 
 #[async_trait]
 impl Way for FromGroup {
     type Arrived = Arrived;
-    type Order = Receive;
+    type Order = Asked;
     const FAILED: &'static str = "the engine did not receive";
     const UNSETTLED: &'static str = "the engine did not take all buckets";
+    const PROVEN_BY: ProvenBy = ProvenBy::Nothing;
 
-    async fn carry_out(&mut self, receiver: &GroupReceiver, what: Receive) -> Result<(), Undone> {
+    async fn carry_out(&mut self, receiver: &GroupReceiver, what: Asked) -> Result<(), Undone> {
         match what {
-            Receive::Open => self.install.open().await?,
-            Receive::Bucket(sequence) => {
+            Asked::ToReceive(Receive::Open) => self.install.open().await?,
+            Asked::ToSeal => {
+                let checksum = self.install.seal().await?;
+                if let Some(arrived) = lock(&receiver.arrived).as_mut() {
+                    arrived.checksum = checksum;
+                }
+                return Ok(());
+            }
+            Asked::ToReceive(Receive::Bucket(sequence)) => {
                 let Some(bucket) = receiver.layout.bucket(sequence).filter(|_| sequence == self.taken) else {
                     let message = format!("bucket {sequence} was named, and the engine took {} so far", self.taken);
                     return Err(Undone::Refused(refusal(RefusalCode::Invalid, message)));
@@ -103,6 +120,15 @@ impl Way for FromGroup {
 
     async fn abandon(self, reason: &str) -> Left {
         self.install.abandon(reason).await
+    }
+}
+
+impl GroupReceiver {
+    /// Has the engine take its last step, and returns checksums of its own, where it has some. What failed is found when the attempt is
+    /// concluded.
+    pub(super) async fn seal(&self) -> Option<EngineChecksum> {
+        self.ask(Asked::ToSeal).await.ok()?;
+        lock(&self.arrived).as_ref()?.checksum.clone()
     }
 }
 
@@ -172,7 +198,13 @@ impl Rollout {
         let asked = watch::Sender::new(None);
         let install = group.begin(&job, asked.subscribe()).await.map_err(|error| refused(error.to_string()))?;
         let limits = Limits { timeout: job.terms.timeout, silence: job.silence };
-        Ok(self.receive_by(request, layout, limits, Arrived { asked, taken: 0 }, FromGroup { install, taken: 0, begun: None }))
+        Ok(self.receive_by(
+            request,
+            layout,
+            limits,
+            Arrived { asked, taken: 0, checksum: None },
+            FromGroup { install, taken: 0, begun: None },
+        ))
     }
 
     /// Does what the leader asks of the engine, and answers when the engine did.
@@ -190,7 +222,7 @@ impl Rollout {
             // Before its turn: an engine that queues requests is informed of it while it loads the bucket before.
             arrived.asked.send_if_modified(|asked| asked.replace(sequence).is_none_or(|before| before < sequence));
         }
-        receiver.ask(request.what).await?;
+        receiver.ask(Asked::ToReceive(request.what)).await?;
         self.heard_leader(&request.update);
         let ahead = self.engine.group().is_some_and(|group| group.ahead());
         Ok(ReceiveResponse { took_ms: u64::try_from(begun.elapsed().as_millis()).unwrap_or(u64::MAX), ahead })

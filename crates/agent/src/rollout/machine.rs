@@ -10,7 +10,9 @@ mod external;
 
 use self::attempt::{Attempt, Stage, wrong_phase};
 use crate::group::refusal;
-use weightsync_core::protocol::{BeginRequest, FinishRequest, HeldVersion, Refusal, RefusalCode, UpdateId, UpdateStatus};
+use weightsync_core::protocol::{
+    BeginRequest, EngineChecksum, FinishRequest, HeldVersion, ProvenBy, Refusal, RefusalCode, UpdateId, UpdateStatus,
+};
 use weightsync_engine::{EngineStart, Holding, Left};
 
 /// A version that the engine confirmed.
@@ -18,6 +20,8 @@ use weightsync_engine::{EngineStart, Holding, Left};
 pub struct Installed {
     pub held: HeldVersion,
     pub start: EngineStart,
+    /// What shows that the engine holds its bytes; none where this agent did not switch it, or did not see the end of the switch.
+    pub proven_by: Option<ProvenBy>,
 }
 
 /// An install that began and did not end well.
@@ -150,6 +154,7 @@ impl Machine {
             refused: attempt.refused,
             repeats: attempt.repeats,
             steps_ms: attempt.steps_ms.clone(),
+            checksum: attempt.checksum.clone(),
             mixed: Vec::new(),
         })
     }
@@ -213,6 +218,7 @@ impl Machine {
             refused: false,
             repeats: false,
             fed: false,
+            checksum: None,
             steps_ms: Vec::new(),
         });
         self.sequence += 1;
@@ -264,6 +270,16 @@ impl Machine {
         }
     }
 
+    /// The engine took its last step and computed checksums of its own; [`verified`](Self::verified) follows.
+    pub fn checked(&mut self, update: &UpdateId, checksum: EngineChecksum) -> Result<(), Refusal> {
+        self.advance(update, &Stage::Streamed, |attempt| attempt.checksum = Some(checksum))
+    }
+
+    /// Whether the engine computed checksums of its own in that attempt.
+    pub fn has_checksum(&self, update: &UpdateId) -> bool {
+        self.attempt.as_ref().is_some_and(|attempt| attempt.update == *update && attempt.checksum.is_some())
+    }
+
     /// The outcome of comparing coverage and digests.
     pub fn verified(&mut self, update: &UpdateId, outcome: Result<HeldVersion, String>, took_ms: u64) -> Result<(), Refusal> {
         let serves = self.certainly_installed().filter(|_| !self.must_not_serve()).map(|installed| installed.held.clone());
@@ -295,14 +311,14 @@ impl Machine {
         }
     }
 
-    pub fn install_confirmed(&mut self, held: HeldVersion, start: EngineStart, steps_ms: Vec<(String, u64)>) {
+    pub fn install_confirmed(&mut self, held: HeldVersion, start: EngineStart, proven_by: ProvenBy, steps_ms: Vec<(String, u64)>) {
         if let Some(attempt) = &mut self.attempt
             && attempt.stage == Stage::Installing(held.clone())
         {
             attempt.stage = Stage::Installed;
             attempt.steps_ms.extend(steps_ms);
         }
-        self.installed = Some(Installed { held, start });
+        self.installed = Some(Installed { held, start, proven_by: Some(proven_by) });
         self.dirty = None;
         self.unproven = None;
         self.sequence += 1;
@@ -394,7 +410,7 @@ impl Machine {
         let Some(unproven) = self.unproven.take() else { return };
         match holding {
             Holding::Version(held) if unproven.may_hold.contains(held) => {
-                self.installed = Some(Installed { held: held.clone(), start: start.clone() });
+                self.installed = Some(Installed { held: held.clone(), start: start.clone(), proven_by: None });
             }
             Holding::HalfAnUpdate(_) => self.dirty = Some(Dirty { reason: unproven.reason, start: Some(start.clone()) }),
             // Whole, and no version that was verified here: it is fed.

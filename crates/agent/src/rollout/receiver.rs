@@ -16,7 +16,7 @@ use super::switch::{GRACE, Switch};
 use super::{Inner, Rollout};
 use crate::core::lock;
 use crate::group::refusal;
-use weightsync_core::protocol::{BeginRequest, FinishRequest, HeldVersion, Refusal, RefusalCode, UpdateId};
+use weightsync_core::protocol::{BeginRequest, FinishRequest, HeldVersion, ProvenBy, Refusal, RefusalCode, UpdateId};
 use weightsync_core::weights::{DigestAlgorithm, Layout, Manifest};
 use weightsync_engine::{InstallError, InstallReport, Left};
 
@@ -29,6 +29,8 @@ pub(super) trait Way: Send + Sized + 'static {
     type Order: Send + 'static;
     /// What a failure of the engine is called.
     const FAILED: &'static str;
+    /// What shows that the engine holds the bytes.
+    const PROVEN_BY: ProvenBy = ProvenBy::Digests;
     /// What it is called that orders are left when the stream ended.
     const UNSETTLED: &'static str;
 
@@ -74,8 +76,8 @@ enum Order<W: Way> {
     Do(W::Order, Option<Answer>),
     /// Answer when all before this was done.
     Settle(oneshot::Sender<()>),
-    /// The version is what its manifest says: the engine takes its last step.
-    Finish(HeldVersion),
+    /// The version is what its manifest says: the engine takes its last step. And whether the engine's own checksums are those of others.
+    Finish(HeldVersion, bool),
     GiveUp(String),
 }
 
@@ -108,9 +110,9 @@ impl<W: Way> EngineReceiver<W> {
         let _gone = self.orders.send(Order::GiveUp(reason.to_owned()));
     }
 
-    /// Has the engine take its last step. False when the install is over.
-    pub(super) fn finish(&self, held: HeldVersion) -> bool {
-        self.orders.send(Order::Finish(held)).is_ok()
+    /// Has the engine take its last step; `agreed` where its own checksums are those of others. False when the install is over.
+    pub(super) fn finish(&self, held: HeldVersion, agreed: bool) -> bool {
+        self.orders.send(Order::Finish(held, agreed)).is_ok()
     }
 
     /// Waits until all orders are carried out, and compares what arrived with what the leader sent.
@@ -232,8 +234,10 @@ impl Rollout {
                     }
                 }
                 Order::Settle(done) => drop(done.send(())),
-                Order::Finish(held) => {
+                Order::Finish(held, agreed) => {
+                    let proven_by = if agreed && W::PROVEN_BY == ProvenBy::Nothing { ProvenBy::Engine } else { W::PROVEN_BY };
                     let outcome = timeout(limit.saturating_add(GRACE), way.finish(held.clone())).await.map_err(drop);
+                    let outcome = outcome.map(|ended| ended.map(|report| (report, proven_by)));
                     self.end_switch(&held, None, outcome, begun.unwrap_or_default(), limit);
                     self.probe_now.notify_one();
                     return;
@@ -271,7 +275,7 @@ impl<W: Way> Order<W> {
     fn changes(&self) -> bool {
         match self {
             Self::Do(what, _) => W::changes(what),
-            Self::Finish(_) => true,
+            Self::Finish(..) => true,
             Self::Settle(_) | Self::GiveUp(_) => false,
         }
     }

@@ -10,7 +10,7 @@ use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
 use super::{Rollout, Version, same_version};
-use weightsync_core::protocol::{HeldVersion, PausePolicy, UpdatePolicy};
+use weightsync_core::protocol::{HeldVersion, PausePolicy, ProvenBy, UpdatePolicy};
 use weightsync_core::weights::Layout;
 use weightsync_engine::{DraftWay, EngineError, EngineStart, InstallError, InstallJob, InstallReport, InstallTerms, Left, draft};
 
@@ -97,7 +97,7 @@ impl Rollout {
             }
         };
         let outcome = timeout(limit.saturating_add(GRACE), installed).await.map_err(drop);
-        self.end_switch(&version.held, Some(&version), outcome, switch, limit);
+        self.end_switch(&version.held, Some(&version), outcome.map(|ended| ended.map(|report| (report, ProvenBy::Digests))), switch, limit);
         self.probe_now.notify_one();
     }
 
@@ -111,24 +111,25 @@ impl Rollout {
         })
     }
 
-    /// Takes in how an install ended: none when it did not. `files` are those of the version, where it lies in files.
+    /// Takes in how an install ended, and what shows that the bytes are there: none when it did not end. `files` are those of the version,
+    /// where it lies in files.
     pub(super) fn end_switch(
         self: &Arc<Self>,
         held: &HeldVersion,
         files: Option<&Arc<Version>>,
-        outcome: Result<Result<InstallReport, InstallError>, ()>,
+        outcome: Result<Result<(InstallReport, ProvenBy), InstallError>, ()>,
         switch: Switch,
         limit: Duration,
     ) {
         let failed = |cause: String| format!("version {} could not be installed: {cause}", held.version);
-        let owes_answer = matches!(&outcome, Ok(Ok(report)) if report.owes_answer);
+        let owes_answer = matches!(&outcome, Ok(Ok((report, _))) if report.owes_answer);
         self.with(|inner| {
             inner.switching = false;
             inner.paused_until = None;
             // A new start of the engine cleans it as well; its files are let go with the next switch.
             let touched = inner.touched.take();
             let (reason, left, refused) = match outcome {
-                Ok(Ok(report)) => {
+                Ok(Ok((report, proven_by))) => {
                     tracing::info!(version = held.version, steps = ?report.steps_ms, "the engine confirmed");
                     inner.took(held);
                     (inner.load_refused, inner.suspect) = (None, false);
@@ -136,7 +137,7 @@ impl Rollout {
                     if let Some(layout) = switch.layout {
                         inner.took = Some((report.start.clone(), held.clone(), layout));
                     }
-                    inner.machine.install_confirmed(held.clone(), report.start, report.steps_ms);
+                    inner.machine.install_confirmed(held.clone(), report.start, proven_by, report.steps_ms);
                     inner.last = Some(held.clone());
                     inner.archive(files);
                     inner.staged = inner.staged.take().filter(|staged| files.is_some_and(|files| !Arc::ptr_eq(staged, files)));

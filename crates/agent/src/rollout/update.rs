@@ -93,7 +93,14 @@ impl Rollout {
             let outcome = match receiver {
                 Arriving::Files(receiver) => self.conclude_files(receiver, request).await.map(Ok),
                 Arriving::Device(receiver) => receiver.conclude(&request).await.map(Err),
-                Arriving::Group(receiver) => receiver.conclude(&request).await.map(Err),
+                Arriving::Group(receiver) => {
+                    if request.check
+                        && let Some(checksum) = receiver.seal().await
+                    {
+                        self.with(|inner| inner.machine.checked(&update, checksum))?;
+                    }
+                    receiver.conclude(&request).await.map(Err)
+                }
                 Arriving::External(..) => Err("its bytes travel in the trainer's own data plane".into()),
                 Arriving::Memory(receiver) => receiver.conclude(&request).await.map(Err),
             };
@@ -137,8 +144,9 @@ impl Rollout {
                 Some((of, Some(receiver))) if of == update => Some(receiver.clone()),
                 _ => None,
             });
+            let agreed = request.agreed && self.with(|inner| inner.machine.has_checksum(update));
             match self.holding(&held) {
-                _ if fed.as_ref().is_some_and(|receiver| receiver.finish(&held)) => {}
+                _ if fed.as_ref().is_some_and(|receiver| receiver.finish(&held, agreed)) => {}
                 Some(version) => {
                     let (rollout, policy) = (self.clone(), Self::policy_of(epoch));
                     tokio::spawn(async move { rollout.switch(version, &policy).await });

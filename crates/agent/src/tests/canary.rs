@@ -190,6 +190,7 @@ fn table(steps: &str, min_ready: u32) -> Table {
                 refused,
                 repeats: refused,
                 steps_ms: Vec::new(),
+                checksum: None,
                 mixed: Vec::new(),
             },
         );

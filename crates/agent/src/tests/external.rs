@@ -19,7 +19,7 @@ fn bring(machine: &mut Machine, request: &ExternalBegin) {
     assert_eq!(machine.begin_external(request), Ok(Opening::Check));
     machine.opened(&request.update, true).unwrap();
     assert_eq!(machine.delivered_external(&request.update, request.held.clone()), Ok(true));
-    machine.install_confirmed(request.held.clone(), start(), Vec::new());
+    machine.install_confirmed(request.held.clone(), start(), ProvenBy::Nothing, Vec::new());
 }
 
 #[test]
@@ -34,7 +34,7 @@ fn nothing_is_installed_before_it_was_proven() {
     assert_eq!(machine.delivered_external(&one.update, one.held.clone()), Ok(true));
     assert_eq!(machine.delivered_external(&one.update, one.held.clone()), Ok(false), "said twice, proven once");
     assert!(machine.installed().is_none());
-    machine.install_confirmed(one.held.clone(), start(), Vec::new());
+    machine.install_confirmed(one.held.clone(), start(), ProvenBy::Nothing, Vec::new());
     assert_eq!(machine.installed().map(|installed| &installed.held), Some(&one.held));
 }
 

@@ -54,6 +54,7 @@ impl Poison {
             tensor_digests: self.manifest.tensor_digests.clone(),
             manifest_digest: self.manifest.digest(),
             statement: None,
+            check: false,
         }
     }
 
@@ -139,7 +140,7 @@ async fn feeder_that_brings_other_weights_installs_nothing() {
     let named = FinishRequest { manifest_digest: current.held().manifest, ..poison.finish(&begin.update) };
     let status: UpdateStatus = fixture.post_as(&feeder, &honest, "/v1/update/finish", &named).await.unwrap();
     assert_eq!(status.step, InstallStep::Failed);
-    let activate = ActivateRequest { update: begin.update.clone() };
+    let activate = ActivateRequest { update: begin.update.clone(), agreed: false };
     let status: UpdateStatus = fixture.post_as(&feeder, &honest, "/v1/update/activate", &activate).await.unwrap();
     assert_eq!((status.step, honest.engine.get(|inside| inside.installs)), (InstallStep::Failed, 0));
 }
@@ -155,7 +156,7 @@ async fn attempt_of_a_source_takes_no_message_of_the_feeder() {
     let update = begin.update.clone();
     let finish = fixture.post_as::<_, UpdateStatus>(&feeder, &honest, "/v1/update/finish", &poison.finish(&update)).await;
     assert_eq!(code(finish), RefusalCode::Forbidden);
-    let activate = ActivateRequest { update: update.clone() };
+    let activate = ActivateRequest { update: update.clone(), agreed: false };
     assert_eq!(code(fixture.post_as::<_, UpdateStatus>(&feeder, &honest, "/v1/update/activate", &activate).await), RefusalCode::Forbidden);
     let abort = AbortRequest { update, reason: "mine now".into() };
     let _: Option<UpdateStatus> = fixture.post_as(&feeder, &honest, "/v1/update/abort", &abort).await.unwrap();

@@ -27,7 +27,7 @@ fn begin(update: &UpdateId, feeding: bool, manifest: Option<&str>) -> BeginReque
 }
 
 fn finish(update: &UpdateId, manifest: &str) -> FinishRequest {
-    FinishRequest { update: update.clone(), tensor_digests: Vec::new(), manifest_digest: manifest.into(), statement: None }
+    FinishRequest { update: update.clone(), tensor_digests: Vec::new(), manifest_digest: manifest.into(), statement: None, check: false }
 }
 
 fn held(version: Version, manifest: &str) -> HeldVersion {
@@ -46,7 +46,7 @@ fn install(machine: &mut Machine, update: &UpdateId, manifest: &str) {
     assert_eq!(machine.finish(&finish(update, manifest)), Ok(Finishing::Verify));
     machine.verified(update, Ok(held(update.version, manifest)), 1).unwrap();
     assert_eq!(machine.activate(update), Ok(Activating::Install(held(update.version, manifest))));
-    machine.install_confirmed(held(update.version, manifest), start(1), Vec::new());
+    machine.install_confirmed(held(update.version, manifest), start(1), ProvenBy::Digests, Vec::new());
 }
 
 #[test]
@@ -60,7 +60,7 @@ fn feeding_replaces_other_weights_under_the_same_number() {
     assert_eq!(machine.finish(&finish(&fed, "m2")), Ok(Finishing::Verify));
     machine.verified(&fed, Ok(held(8, "m2")), 1).unwrap();
     assert_eq!(machine.activate(&fed), Ok(Activating::Install(held(8, "m2"))));
-    machine.install_confirmed(held(8, "m2"), start(1), Vec::new());
+    machine.install_confirmed(held(8, "m2"), start(1), ProvenBy::Digests, Vec::new());
     assert_eq!(machine.installed().unwrap().held, held(8, "m2"));
 }
 
@@ -138,7 +138,7 @@ fn fence_ends_arrival_and_lets_a_switching_engine_finish() {
     machine.activate(&update).unwrap();
     assert!(!machine.epoch_over("fenced"));
     assert_eq!(machine.begin(&begin(&id(3, 1, 3), false, Some("one")), &[]), Ok(Opening::Busy));
-    machine.install_confirmed(held(1, "one"), start(1), Vec::new());
+    machine.install_confirmed(held(1, "one"), start(1), ProvenBy::Digests, Vec::new());
     assert_eq!(machine.begin(&begin(&id(3, 1, 3), false, Some("one")), &[]), Ok(Opening::Known));
 }
 
@@ -170,7 +170,7 @@ fn dirty_engine_is_clean_only_after_install_or_new_start() {
     assert!(machine.dirty().is_some() && machine.status().unwrap().dirty);
     assert_eq!(machine.begin(&begin(&id(2, 1, 2), true, Some("one")), &[held(1, "one")]), Ok(Opening::Known));
     assert_eq!(machine.activate(&id(2, 1, 2)), Ok(Activating::Install(held(1, "one"))));
-    machine.install_confirmed(held(1, "one"), start(1), Vec::new());
+    machine.install_confirmed(held(1, "one"), start(1), ProvenBy::Digests, Vec::new());
     assert!(machine.dirty().is_none());
     let mut machine = Machine::default();
     dirty(&mut machine);
@@ -239,7 +239,7 @@ proptest! {
                     }
                 }
                 Happens::Confirmed => if let Some(wanted) = installing.take() {
-                    machine.install_confirmed(wanted, start(present), Vec::new());
+                    machine.install_confirmed(wanted, start(present), ProvenBy::Digests, Vec::new());
                 },
                 Happens::Failed(touched) => if installing.take().is_some() {
                     let left = if touched { Left::Mixture } else { Left::AsBefore };
@@ -274,14 +274,20 @@ fn engine_fed_while_buckets_came_ends_whole_or_dirty() {
         machine.opened(update, fed).unwrap();
         machine.streamed(update, 1).unwrap();
         machine
-            .finish(&FinishRequest { update: update.clone(), tensor_digests: vec![], manifest_digest: "m".into(), statement: None })
+            .finish(&FinishRequest {
+                update: update.clone(),
+                tensor_digests: vec![],
+                manifest_digest: "m".into(),
+                statement: None,
+                check: false,
+            })
             .unwrap();
     };
     let held = HeldVersion { version: 7, manifest: "m".into() };
     bring(&mut machine, &first, true);
     machine.verified(&first, Ok(held.clone()), 1).unwrap();
     assert_eq!(machine.activate(&first), Ok(Activating::Install(held.clone())));
-    machine.install_confirmed(held.clone(), EngineStart("s".into()), vec![]);
+    machine.install_confirmed(held.clone(), EngineStart("s".into()), ProvenBy::Digests, vec![]);
 
     // The same version once more: what lies in files is held already, what the engine took must be finished.
     bring(&mut machine, &again, true);
@@ -289,7 +295,7 @@ fn engine_fed_while_buckets_came_ends_whole_or_dirty() {
     assert_eq!(machine.activate(&again), Ok(Activating::Install(held)));
 
     let third = id(1, 8, 1);
-    machine.install_confirmed(HeldVersion { version: 7, manifest: "m".into() }, EngineStart("s".into()), vec![]);
+    machine.install_confirmed(HeldVersion { version: 7, manifest: "m".into() }, EngineStart("s".into()), ProvenBy::Digests, vec![]);
     machine.begin(&begin(&third, false, None), &[]).unwrap();
     machine.opened(&third, true).unwrap();
     assert!(machine.abort(&third, "the stream broke"));

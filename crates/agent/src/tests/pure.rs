@@ -343,7 +343,7 @@ fn readiness_is_a_table() {
     let unknown = Assigned::default();
     let (one, two) = (EngineStart("1".into()), EngineStart("2".into()));
     let held = |version| HeldVersion { version, manifest: "m".into() };
-    let installed = Installed { held: held(2), start: one.clone() };
+    let installed = Installed { held: held(2), start: one.clone(), proven_by: None };
     let base = Seen {
         assigned: &known,
         released: false,

@@ -1,8 +1,8 @@
 //! The view of membership for status. Holds values only; `report.rs` fills them.
 
 use crate::protocol::{
-    EpochId, HeldVersion, Hindrance, Incarnation, MemberFabric, MemberName, PodRef, PreflightReport, Reason, Received, Returned, Role,
-    TransportChoice, UpdateView, Version,
+    EpochId, HeldVersion, Hindrance, Incarnation, MemberFabric, MemberName, PodRef, PreflightReport, ProvenBy, Reason, Received, Returned,
+    Role, TransportChoice, UpdateView, Version,
 };
 
 /// State of the group.
@@ -70,6 +70,8 @@ pub struct MemberView {
     pub wedged: bool,
     /// The version that its engine confirmed (installed); `None` while it is dirty.
     pub installed: Option<HeldVersion>,
+    /// What shows that its engine holds the bytes of `installed`, if its agent reports that.
+    pub proven_by: Option<ProvenBy>,
     pub engine_url: Option<String>,
     /// Latest end of the pause of its engine by WeightSync, in ms since 1970.
     pub paused_until: Option<u64>,

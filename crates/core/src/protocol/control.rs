@@ -7,7 +7,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::{
-    EpochId, FabricReport, GpuReport, GroupFacts, Incarnation, MemberFabric, MemberName, MixedWindow, PreflightReport, Received,
+    EpochId, FabricReport, GpuReport, GroupFacts, Incarnation, MemberFabric, MemberName, MixedWindow, PreflightReport, ProvenBy, Received,
     RefusedVersion, Role, Roster, Statement, TransportChoice, UpdatePolicy, UpdateView, Version,
 };
 
@@ -289,6 +289,9 @@ pub struct MemberState {
     /// Versions that its canary refused since it last accepted one as high, the highest last.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub refused: Vec<RefusedVersion>,
+    /// What shows that its engine holds the bytes of `installed`. None for a source, and for an engine that this agent did not switch.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub proven_by: Option<ProvenBy>,
     /// Statements of sources about the versions above. A claim about a version counts for others only with such a statement.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub statements: Vec<Statement>,

@@ -6,7 +6,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{EpochId, InstallStep, Statement, Version};
+use super::{EngineChecksum, EpochId, InstallStep, ProvenBy, Statement, Version};
 use crate::weights::{DigestAlgorithm, Layout};
 
 /// Names one attempt to bring one version to members.
@@ -59,6 +59,9 @@ pub struct FinishRequest {
     /// The source's statement about it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub statement: Option<Box<Statement>>,
+    /// Whether an engine that received by itself is asked for its own checksums ([`UpdateStatus::checksum`]).
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub check: bool,
 }
 
 /// Switches the engine to a delivered version.
@@ -67,6 +70,9 @@ pub struct FinishRequest {
 pub struct ActivateRequest {
     /// The attempt.
     pub update: UpdateId,
+    /// Whether most replicas of its pool reported the same [`UpdateStatus::checksum`].
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub agreed: bool,
 }
 
 /// Cancels an attempt. Has no effect if the attempt is unknown or has ended.
@@ -104,6 +110,9 @@ pub struct UpdateStatus {
     pub repeats: bool,
     /// Times of finished steps in ms, e.g. `receive`, `verify`, `pause`, `load`, `check`, `resume`.
     pub steps_ms: Vec<(String, u64)>,
+    /// The engine's own checksums, where they were asked for and it has some.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub checksum: Option<EngineChecksum>,
     /// When its engine answered requests while it loaded this version, over all attempts, the oldest first. Empty for an engine that was
     /// paused.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -151,6 +160,9 @@ pub struct RosterReplica {
     /// Version that its engine serves, as far as it is known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub version: Option<Version>,
+    /// What shows that its engine holds the bytes of that version, if its agent reports it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub proven_by: Option<ProvenBy>,
     pub rank_offset: u32,
     /// Ranks.
     pub size: u32,

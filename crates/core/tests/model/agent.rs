@@ -195,6 +195,7 @@ impl Agent {
             returned: self.returned(),
             installed: self.installed.clone(),
             refused: self.refused.clone(),
+            proven_by: None,
             statements: Vec::new(),
             engine,
             // A paused engine fails its probes. (No agent counts these failures. The coordinator needs that only for a dirty engine, whose

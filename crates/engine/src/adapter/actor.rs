@@ -11,7 +11,7 @@ use super::session::{LeftNow, Session};
 use crate::http::Until;
 use crate::server::Server;
 use crate::{EngineError, InstallError, InstallReport, Left};
-use weightsync_core::protocol::HeldVersion;
+use weightsync_core::protocol::{EngineChecksum, HeldVersion};
 
 /// One route of buckets into an engine. After an error the install has ended.
 #[async_trait]
@@ -28,6 +28,11 @@ pub(super) trait Way<S: Server>: Send + 'static {
     /// Makes the engine load, and waits until it accepted more than so many buckets. Returns the number.
     async fn taken(&mut self, session: &mut Session<S>, more_than: u32) -> Result<u32, InstallError>;
 
+    /// Has the engine take its last step, and compute checksums of its own.
+    async fn seal(&mut self, _session: &mut Session<S>) -> Result<Option<EngineChecksum>, InstallError> {
+        Ok(None)
+    }
+
     async fn finish(&mut self, session: &mut Session<S>, version: HeldVersion) -> Result<InstallReport, InstallError>;
 
     /// Ends it, and returns the engine's state.
@@ -41,6 +46,7 @@ enum Command<B, R> {
     Open(Answer<()>),
     Bucket(B, Answer<R>),
     Taken(u32, Answer<u32>),
+    Seal(Answer<Option<EngineChecksum>>),
     Finish(HeldVersion, Answer<InstallReport>),
     Abandon(String, oneshot::Sender<Left>),
 }
@@ -65,6 +71,10 @@ impl<B: Send, R: Send> Handle<B, R> {
 
     pub(super) async fn taken(&self, more_than: u32) -> Result<u32, InstallError> {
         self.ask(|answer| Command::Taken(more_than, answer)).await
+    }
+
+    pub(super) async fn seal(&self) -> Result<Option<EngineChecksum>, InstallError> {
+        self.ask(Command::Seal).await
     }
 
     pub(super) async fn finish(&self, version: HeldVersion) -> Result<InstallReport, InstallError> {
@@ -114,6 +124,7 @@ async fn run<S: Server, W: Way<S>>(mut session: Session<S>, mut way: W, mut inbo
             Some(Command::Open(answer)) => tell(answer, way.open(&mut session).await),
             Some(Command::Bucket(bucket, answer)) => tell(answer, way.bucket(&mut session, bucket).await),
             Some(Command::Taken(more_than, answer)) => tell(answer, way.taken(&mut session, more_than).await),
+            Some(Command::Seal(answer)) => tell(answer, way.seal(&mut session).await),
             Some(Command::Finish(version, answer)) => {
                 tell(answer, way.finish(&mut session, version).await);
                 false

@@ -5,18 +5,20 @@
 //! weights; the session decides the consequences. [`super::proof`] decides when its token may be requested after the install.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use async_trait::async_trait;
 
 use super::Inner;
 use super::actor::{self, Handle, Way};
 use super::session::{Session, at};
+use crate::checksums::summarise;
 use crate::device::{DeviceBucket, DeviceInstall, DeviceJob, DeviceRoute, Released};
 use crate::feed::{Feed, FeedJob};
 use crate::group::{FromGroup, OfGroup};
 use crate::server::Server;
 use crate::{EngineError, InstallError, InstallReport, Left};
-use weightsync_core::protocol::{HeldVersion, PausePolicy};
+use weightsync_core::protocol::{EngineChecksum, HeldVersion, PausePolicy};
 use weightsync_core::weights::Cuts;
 
 struct Owner {
@@ -52,7 +54,7 @@ pub(super) async fn begin<S: Server>(
     // If the route lets the engine serve, only an engine that is already paused stays paused.
     session.pauses = session.was_half() || (route.gated && job.terms.pause != PausePolicy::External);
     let holds = session.pauses && !route.gpus.is_empty();
-    let handle = actor::start(session, FromDevice { job, route, group, feed: None, next: 0 });
+    let handle = actor::start(session, FromDevice { job, route, group, feed: None, next: 0, sealed: false });
     Ok(Box::new(Owner { handle, holds }))
 }
 
@@ -68,6 +70,10 @@ impl DeviceInstall for Owner {
 
     async fn bucket(&mut self, bucket: DeviceBucket) -> Result<Released, InstallError> {
         self.handle.bucket(bucket).await
+    }
+
+    async fn seal(&mut self) -> Result<Option<EngineChecksum>, InstallError> {
+        self.handle.seal().await
     }
 
     async fn finish(self: Box<Self>, version: HeldVersion) -> Result<InstallReport, InstallError> {
@@ -86,6 +92,8 @@ struct FromDevice {
     feed: Option<Box<dyn Feed>>,
     /// Sequence of the bucket that must come next.
     next: u32,
+    /// Whether the engine took its last step.
+    sealed: bool,
 }
 
 impl FromDevice {
@@ -131,6 +139,49 @@ impl FromDevice {
             }
         }
         session.fail_within(at(step)(source), undo).await
+    }
+
+    /// Has the engine take its last step, once: all of its buckets were handed over.
+    async fn end<S: Server>(&mut self, session: &mut Session<S>) -> Result<(), InstallError> {
+        if self.sealed {
+            return Ok(());
+        }
+        if self.next != self.job.layout.bucket_count() {
+            let what = format!("{} of {} buckets were handed over", self.next, self.job.layout.bucket_count());
+            let source = EngineError::BadReply { url: session.inner.server.url().to_owned(), what };
+            return Err(self.fail(session, "load", source).await);
+        }
+        // Not open yet: a version without bytes.
+        Way::<S>::open(self, session).await?;
+        session.loading();
+        if let Err(source) = self.close(session).await {
+            return Err(self.fail(session, "load", source).await);
+        }
+        self.sealed = true;
+        Ok(())
+    }
+
+    /// The engine's own checksums; none where it has none, or none that prove anything. It is no fault of the weights that it has none.
+    async fn checksum<S: Server>(&mut self, session: &Session<S>) -> Option<EngineChecksum> {
+        let server = &session.inner.server;
+        if self.job.layout.has_draft() {
+            // Not every engine counts its draft model in.
+            return None;
+        }
+        let until = session.until.at_most(self.job.silence / 2);
+        let busy = session.busy();
+        let begun = Instant::now();
+        let said = async {
+            let said = server.checksums(self.job.layout.total_bytes, until).await.map_err(|error| error.to_string())?;
+            let Some(said) = said else { return Ok(None) };
+            summarise(server.kind(), &said, begun.elapsed()).map(Some)
+        };
+        let said: Result<Option<EngineChecksum>, String> = said.await;
+        drop(busy);
+        said.unwrap_or_else(|why| {
+            tracing::warn!(engine = server.url(), why, "the engine's own checksums prove nothing");
+            None
+        })
     }
 
     async fn close<S: Server>(&mut self, session: &mut Session<S>) -> Result<(), EngineError> {
@@ -185,18 +236,16 @@ impl<S: Server> Way<S> for FromDevice {
         Err(self.fail(session, "load", source).await)
     }
 
+    async fn seal(&mut self, session: &mut Session<S>) -> Result<Option<EngineChecksum>, InstallError> {
+        self.end(session).await?;
+        session.steps.done("load");
+        let checksum = self.checksum(session).await;
+        session.steps.done("checksum");
+        Ok(checksum)
+    }
+
     async fn finish(&mut self, session: &mut Session<S>, version: HeldVersion) -> Result<InstallReport, InstallError> {
-        if self.next != self.job.layout.bucket_count() {
-            let what = format!("{} of {} buckets were handed over", self.next, self.job.layout.bucket_count());
-            let source = EngineError::BadReply { url: session.inner.server.url().to_owned(), what };
-            return Err(self.fail(session, "load", source).await);
-        }
-        // A version without bytes never opened it.
-        Way::<S>::open(self, session).await?;
-        session.loading();
-        if let Err(source) = self.close(session).await {
-            return Err(self.fail(session, "load", source).await);
-        }
+        self.end(session).await?;
         session.conclude(version, Some(self.route.name)).await
     }
 

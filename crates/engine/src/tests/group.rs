@@ -18,7 +18,7 @@ use tokio_util::sync::CancellationToken;
 use super::support::{SOON, adapter, held, recorded};
 use crate::{DeviceBucket, DeviceInstall, DeviceJob, Engine, GroupJoin, InstallError, InstallReport, InstallTerms, Left};
 use weightsync_core::protocol::worker::Opaque;
-use weightsync_core::protocol::{GroupPlace, KvCachePolicy, PausePolicy, Rendezvous};
+use weightsync_core::protocol::{EngineChecksum, GroupPlace, KvCachePolicy, PausePolicy, Rendezvous};
 use weightsync_core::weights::{Dtype, Layout, TensorSpec};
 
 /// State of a server.
@@ -127,6 +127,7 @@ impl Inside {
             "/init_weights_update_group" | "/destroy_weights_update_group" | "/update_weights_from_distributed" => (200, ok()),
             // vLLM 0.32.
             "/get_world_size" => (200, json!({"world_size": 2})),
+            "/version" => (200, json!({"version": "0.32.0"})),
             "/weight_info" => (200, json!({"weight_version": self.version})),
             "/is_paused" => (200, json!({"is_paused": self.paused})),
             "/pause" | "/resume" => {
@@ -251,6 +252,101 @@ async fn vllm_joins_by_communicator_id_and_takes_whole_requests() {
     assert!(init["init_info"]["packed_buffer_size_bytes"].as_u64().unwrap() > 1 << 39);
     assert_eq!(server.bodies("/update_weights").len(), 3);
     assert_eq!(server.bodies("/finish_weight_update").len(), 1);
+}
+
+/// What the checker of that kind answers for one rank.
+fn checker(kind: &str, weights: &[(&str, &str)]) -> (&'static str, Value) {
+    let named = |place: &str| -> Value { weights.iter().map(|(name, digest)| (format!("{place}{name}"), json!(digest))).collect() };
+    if kind == "vllm" {
+        return ("/weight_checker", json!({"checksums": named("dp0:pp0:pcp0:tp0:")}));
+    }
+    let place = json!({"role": "target", "tp_rank": 0, "tp_size": 1, "dp_rank": 0, "dp_size": 1, "pp_rank": 0, "pp_size": 1});
+    let rank = json!({"checksums": named(""), "per_gpu_checksum": "x", "parallelism_info": place});
+    ("/weights_checker", json!({"success": true, "message": "Success.", "ranks": [rank]}))
+}
+
+/// Takes all buckets, its last step, and checksums.
+async fn sealed(engine: &Arc<dyn Engine>, rendezvous: Rendezvous) -> (Box<dyn DeviceInstall>, Option<EngineChecksum>) {
+    let mut install = begun(engine, rendezvous).await;
+    install.open().await.unwrap();
+    for bucket in job().layout.buckets() {
+        install.bucket(DeviceBucket { bucket, places: Vec::new(), sums: Vec::new() }).await.unwrap();
+    }
+    let checksum = install.seal().await.unwrap();
+    (install, checksum)
+}
+
+#[tokio::test]
+async fn sealed_engine_stays_paused_and_is_finished_once() {
+    let digest = "ab".repeat(32);
+    for (kind, rendezvous, last) in
+        [("sglang", Rendezvous::Store, "/end_weight_update"), ("vllm", Rendezvous::UniqueId, "/finish_weight_update")]
+    {
+        let (server, engine) = engine(kind).await;
+        let (path, reply) = checker(kind, &[("model.norm.weight", &digest)]);
+        server.instead(path, 0, 200, reply);
+        let (install, checksum) = sealed(&engine, rendezvous).await;
+        let checksum = checksum.unwrap();
+        assert!(checksum.of.starts_with(kind) && checksum.of.contains("1 weights"), "{checksum:?}");
+        let (paused, version) = server.with(|inside| (inside.paused, inside.version.clone()));
+        assert!(paused && version.starts_with("installing:"), "{kind}: {version}");
+        assert_eq!(server.bodies(path)[0]["action"], json!("checksum"), "no other action is harmless");
+        install.finish(held(4)).await.unwrap();
+        assert_eq!(server.bodies(last).len(), 1, "{kind}");
+        assert!(!server.with(|inside| inside.paused), "{kind}");
+    }
+}
+
+#[tokio::test]
+async fn sealed_engine_that_is_given_up_holds_a_mixture() {
+    for (kind, rendezvous) in [("sglang", Rendezvous::Store), ("vllm", Rendezvous::UniqueId)] {
+        let (server, engine) = engine(kind).await;
+        let (install, _) = sealed(&engine, rendezvous).await;
+        assert_eq!(install.abandon("its checksums are those of no other").await, Left::Mixture);
+        let (paused, version) = server.with(|inside| (inside.paused, inside.version.clone()));
+        assert!(paused && version.starts_with("installing:"), "{kind}: {version}");
+    }
+}
+
+#[tokio::test]
+async fn checker_that_proves_nothing_stops_no_install() {
+    let digest = "ab".repeat(32);
+    let nothing = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855";
+    let experts = "model.layers.0.mlp.experts.w13_weight";
+    let cases = [
+        ("vllm", 404, json!({})),
+        ("vllm", 500, json!({"detail": "Duplicate weight checksum keys"})),
+        ("vllm", 200, json!({"success": true})),
+        ("vllm", 200, checker("vllm", &[("model.norm.weight", &digest), ("model.qkv_proj.weight", nothing)]).1),
+        ("vllm", 200, checker("vllm", &[("model.norm.weight", &digest), (experts, &digest)]).1),
+        ("sglang", 400, json!({"success": false, "message": "Unsupported action='checksum'"})),
+        ("sglang", 200, json!({"success": true, "message": "Success."})),
+        ("sglang", 200, checker("sglang", &[("model.norm.weight", &nothing[..16])]).1),
+        ("sglang", 404, json!({})),
+    ];
+    for (kind, status, reply) in cases {
+        let (server, engine) = engine(kind).await;
+        server.instead(checker(kind, &[]).0, 0, status, reply.clone());
+        let rendezvous = if kind == "vllm" { Rendezvous::UniqueId } else { Rendezvous::Store };
+        let (install, checksum) = sealed(&engine, rendezvous).await;
+        assert_eq!(checksum, None, "{kind}: {status} {reply}");
+        install.finish(held(4)).await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn ranks_of_one_place_or_moving_experts_prove_nothing() {
+    let digest = "ab".repeat(32);
+    let (path, mut reply) = checker("sglang", &[("model.norm.weight", &digest)]);
+    let (server, one) = engine("sglang").await;
+    server.instead("/server_info", 0, 200, json!({"version": "0.5.23", "tp_size": 2, "startup_time": 1, "enable_eplb": true}));
+    server.instead(path, 0, 200, reply.clone());
+    assert_eq!(sealed(&one, Rendezvous::Store).await.1, None);
+    let rank = reply["ranks"][0].clone();
+    reply["ranks"].as_array_mut().unwrap().push(rank);
+    let (server, other) = engine("sglang").await;
+    server.instead(path, 0, 200, reply);
+    assert_eq!(sealed(&other, Rendezvous::Store).await.1, None);
 }
 
 /// Story F92.

@@ -92,6 +92,7 @@ impl Part {
             refused: false,
             repeats: false,
             steps_ms: Vec::new(),
+            checksum: None,
             mixed: Vec::new(),
         };
         self.status.send_replace(Some(status.clone()));

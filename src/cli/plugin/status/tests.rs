@@ -19,7 +19,7 @@ fn object() -> WeightSync {
                 ],
                 "members": [
                     {"name": "trainer/t", "rankOffset": 0, "size": 1, "state": "Ready", "reason": "MemberReady"},
-                    {"name": "actors/a", "rankOffset": 1, "size": 2, "state": "Ready", "version": 7, "reason": "MemberReady", "retained": [7, 5],
+                    {"name": "actors/a", "rankOffset": 1, "size": 2, "state": "Ready", "version": 7, "provenBy": "Nothing", "reason": "MemberReady", "retained": [7, 5],
                      "lastTransfer": {"version": 7, "from": "trainer/t", "transport": "gdr", "bytes": 48_600_000_000_i64, "milliseconds": 2000, "bytesPerSecond": 24_300_000_000_i64},
                      "gdr": {"library": "/lib/libnixl_capi.so", "version": "1.5.1", "plugin": "UCX", "transports": ["rc", "cuda_copy"],
                        "devices": [{"memory": "GPU-1", "names": ["mlx5_0:1", "mlx5_1:1"]}, {"memory": "host", "names": ["mlx5_2:1"]}]}},
@@ -39,11 +39,11 @@ fn status_names_ranks_versions_and_reasons() {
     assert!(text.contains("kept versions: 7 (by 1), 5 (by 1)"), "{text}");
     assert!(text.contains("refused by the canary: 8, 6"), "{text}");
     let line = |name: &str| text.lines().find(|line| line.starts_with(name)).unwrap().split_whitespace().collect::<Vec<_>>().join(" ");
-    assert_eq!(line("actors/a"), "actors/a Ready 1-2 7 24.30 trainer/t (gdr) MemberReady");
+    assert_eq!(line("actors/a"), "actors/a Ready 1-2 7 not proven 24.30 trainer/t (gdr) MemberReady");
     let last = text.lines().last().unwrap();
     let library = "NIXL 1.5.1 (/lib/libnixl_capi.so), UCX over rc, cuda_copy";
     assert_eq!(last, format!("actors/a reads with {library}; GPU-1: mlx5_0:1, mlx5_1:1; host: mlx5_2:1"));
-    assert_eq!(line("actors/b"), "actors/b Out - (2) - - - AgentLost the connection closed");
+    assert_eq!(line("actors/b"), "actors/b Out - (2) - - - - AgentLost the connection closed");
     assert!(is_ready(&object()));
 }
 

@@ -1,7 +1,7 @@
 //! One attempt of an update, and how far it is. Holds values; the machine decides what may follow.
 
 use crate::group::refusal;
-use weightsync_core::protocol::{HeldVersion, InstallStep, Refusal, RefusalCode, UpdateId};
+use weightsync_core::protocol::{EngineChecksum, HeldVersion, InstallStep, Refusal, RefusalCode, UpdateId};
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Stage {
@@ -36,6 +36,8 @@ pub(super) struct Attempt {
     pub(super) repeats: bool,
     /// Whether the engine takes buckets while they come.
     pub(super) fed: bool,
+    /// The engine's own checksums, where it was asked for them.
+    pub(super) checksum: Option<EngineChecksum>,
     pub(super) steps_ms: Vec<(String, u64)>,
 }
 

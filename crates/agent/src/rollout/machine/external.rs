@@ -48,6 +48,7 @@ impl Machine {
             refused: false,
             repeats: false,
             fed: false,
+            checksum: None,
             steps_ms: Vec::new(),
         });
         self.sequence += 1;

@@ -64,7 +64,7 @@ fn receiver() -> (EngineReceiver<Nothing>, mpsc::UnboundedReceiver<Order<Nothing
 }
 
 fn request(update: UpdateId) -> FinishRequest {
-    FinishRequest { update, tensor_digests: Vec::new(), manifest_digest: String::new(), statement: None }
+    FinishRequest { update, tensor_digests: Vec::new(), manifest_digest: String::new(), statement: None, check: false }
 }
 
 #[tokio::test]
@@ -73,7 +73,7 @@ async fn order_asked_after_the_end_is_answered() {
     drop(inbox);
     let refusal = timeout(SOON, receiver.ask(())).await.expect("an answer").unwrap_err();
     assert_eq!(refusal, super::refusal(RefusalCode::EngineRefused, "the engine's install ended before"));
-    assert!(!receiver.finish(HeldVersion { version: 1, manifest: String::new() }));
+    assert!(!receiver.finish(HeldVersion { version: 1, manifest: String::new() }, false));
     let settled = timeout(SOON, receiver.conclude(&request(receiver.update.clone()))).await.expect("an answer");
     assert_eq!(settled.unwrap_err(), "it did not settle within 600s");
 }

@@ -261,6 +261,7 @@ fn state(n: u32, number: u32) -> MemberState {
         earlier: Vec::new(),
         returned: None,
         installed: None,
+        proven_by: None,
         refused: Vec::new(),
         statements: Vec::new(),
         engine: rollout.then(|| EngineFacts {

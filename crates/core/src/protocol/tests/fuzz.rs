@@ -58,7 +58,7 @@ pub(super) fn messages() -> Vec<Message> {
     let preflight = json!({"id": id, "transport": "tcp", "asked": "r", "done": true, "measured": 1, "tookMs": 2, "edges": [edge], "arrangement": arrangement});
     let state = json!({
         "preflight": preflight, "member": "rollouts/a", "incarnation": life, "role": "rollout", "phase": "Ready", "epoch": id, "rosterDigest": "d", "transport": choice,
-        "retained": held, "earlier": [held], "returned": returned, "installed": held, "refused": [{"held": held, "measured": "m"}], "engine": engine, "engineRestarts": 2, "healthy": true, "wedged": false, "pausedUntil": 5, "mixed": [mixed], "received": {"version": 9, "from": "rollouts/b", "by": "gdr", "bytes": 24, "microseconds": 3}, "fabric": {"library": "l", "version": "1", "plugin": "UCX", "transports": ["rc"], "devices": [{"gpu": "GPU-1", "names": ["mlx5_0:1"]}]}, "reason": "r",
+        "retained": held, "earlier": [held], "returned": returned, "installed": held, "provenBy": "Engine", "refused": [{"held": held, "measured": "m"}], "engine": engine, "engineRestarts": 2, "healthy": true, "wedged": false, "pausedUntil": 5, "mixed": [mixed], "received": {"version": 9, "from": "rollouts/b", "by": "gdr", "bytes": 24, "microseconds": 3}, "fabric": {"library": "l", "version": "1", "plugin": "UCX", "transports": ["rc"], "devices": [{"gpu": "GPU-1", "names": ["mlx5_0:1"]}]}, "reason": "r",
     });
     let row = json!({"member": "rollouts/a", "bytes": 5, "step": "Receiving", "reason": "r"});
     let view = json!({
@@ -75,7 +75,7 @@ pub(super) fn messages() -> Vec<Message> {
         json!({"role": "rollout", "engines": [{"kind": "vllm", "port": 8000}], "serveBeforeFirstVersion": true, "current": held, "returned": returned, "newest": 9, "transport": {"wish": "auto", "slotBytes": 1, "slots": 2, "environment": {"NCCL_DEBUG": "INFO"}, "defaults": {"NCCL_CUMEM_ENABLE": "0"}}}),
         json!({"code": "Timeout", "message": "m", "retryable": true, "phase": "Verify", "member": "rollouts/a"}),
     );
-    let shown = json!({"epoch": 3, "version": 9, "replicas": [{"name": "rollouts/a", "url": "u", "state": "ready", "version": 9, "rankOffset": 1, "size": 2, "mixed": [mixed]}]});
+    let shown = json!({"epoch": 3, "version": 9, "replicas": [{"name": "rollouts/a", "url": "u", "state": "ready", "version": 9, "provenBy": "Digests", "rankOffset": 1, "size": 2, "mixed": [mixed]}]});
     let topology = json!({
         "epoch": 3, "group": "g", "worldSize": 3, "address": "a", "port": 1, "timeoutMs": 2, "minReady": 1, "version": 9,
         "replicas": [{"name": "rollouts/a", "url": "u", "rankOffset": 1, "size": 2, "version": 9}],
@@ -108,10 +108,10 @@ pub(super) fn messages() -> Vec<Message> {
         BeginRequest: json!({
             "update": update, "layout": layout, "layoutDigest": "d", "algorithm": "gsum64", "feeding": true, "manual": true, "manifestDigest": "ab",
         });
-        FinishRequest: json!({"update": update, "tensorDigests": ["00"], "manifestDigest": "ab"});
-        ActivateRequest: json!({"update": update});
+        FinishRequest: json!({"update": update, "tensorDigests": ["00"], "manifestDigest": "ab", "check": true});
+        ActivateRequest: json!({"update": update, "agreed": true});
         AbortRequest: json!({"update": update, "reason": "r"});
-        UpdateStatus: json!({"update": update, "sequence": 1, "step": "Delivered", "bytes": 2, "reason": "r", "dirty": true, "refused": true, "repeats": true, "stepsMs": [["a", 1]], "mixed": [mixed]});
+        UpdateStatus: json!({"update": update, "sequence": 1, "step": "Delivered", "bytes": 2, "reason": "r", "dirty": true, "refused": true, "repeats": true, "stepsMs": [["a", 1]], "checksum": {"of": "vllm 1", "digest": "ab", "tookMs": 3}, "mixed": [mixed]});
         ExternalBegin: json!({"update": update, "held": held, "timeoutMs": 5});
         ExternalEnd: json!({"update": update, "outcome": {"kind": "delivered", "engineVersion": "v"}}),
             json!({"update": update, "outcome": {"kind": "untouched", "reason": "r"}});
