@@ -44,6 +44,7 @@ impl Agent {
             delivery: "reload_weights from a directory".into(),
             answer_version: "none".into(),
             unchecked: None,
+            model_bytes: None,
             groups: None,
         };
         let state = MemberState {
@@ -58,8 +59,8 @@ impl Agent {
             earlier: Vec::new(),
             returned: None,
             installed: None,
-            refused: Vec::new(),
             proven_by: None,
+            refused: Vec::new(),
             statements: Vec::new(),
             engine: (place.role == Role::Rollout).then_some(engine),
             engine_restarts: 0,

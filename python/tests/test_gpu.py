@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -56,7 +59,7 @@ def agent_with_gpu(machine: Path, start_agent: Start, programs: Path) -> Start:
     return start
 
 
-def run(scenario: str, agent: Agent, stand_in: Path) -> dict[str, Any]:
+def run(scenario: str, agent: Agent | Whole, stand_in: Path) -> dict[str, Any]:
     """What a trainer saw."""
     command = [sys.executable, fake_cuda.__file__, scenario, agent.socket, str(stand_in / "libcuda.so.1")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "python")}
@@ -148,3 +151,78 @@ def test_a_slice_of_a_gpu_is_not_offered(machine: Path, agent_with_gpu: Start, s
 def test_tensors_of_the_host_need_no_gpu(agent: Agent, publisher: weightsync.Publisher) -> None:
     result = publisher.publish(fake_cuda.tensors(), version=1, timeout=LIMIT)
     assert result.memory == "host"
+
+
+class Whole:
+    """A trainer's agent on the first GPU and a rollout on the second, in one group over NCCL."""
+
+    def __init__(self, programs: Path, directory: Path) -> None:
+        self.directory = directory
+        self.name = f"kept-{os.getpid()}"
+        start = directory / "start"
+        start.mkdir()
+        named = {name: tensor.contiguous() for name, tensor in fake_cuda.tensors().items()}
+        safetensors.torch.save_file(named, start / "model.safetensors")
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        command = [str(programs / "weightsync-dev"), "simulate-engine", "--engine", "vllm", "--port", str(port), "--model", str(start)]
+        spec = {
+            "trainer": {"selector": {"matchLabels": {"part": "trainer"}}},
+            "rollouts": [{"name": "rollouts", "selector": {"matchLabels": {"part": "rollout"}}, "engine": {"kind": "VLLM"}}],
+            "transport": {"type": "NCCL", "bucketMiB": 1},
+            "membership": {"keep": 3},
+            "update": {"retainMiB": 64, "silenceSeconds": 5},
+        }
+        version = "weightsync.dev/v1alpha1"
+        weightsync = {"apiVersion": version, "kind": "WeightSync", "metadata": {"name": self.name}, "spec": spec}
+        rollout = {"name": "actor", "port": port, "command": command, "gpus": [GPUS[1]]}
+        processes = {
+            "apiVersion": version,
+            "kind": "LocalProcesses",
+            "directory": str(directory / "state"),
+            "trainer": {"gpu": GPUS[0]},
+            "rollouts": [rollout],
+        }
+        (directory / "local.yaml").write_text(f"{json.dumps(weightsync)}\n---\n{json.dumps(processes)}\n")
+        with open(directory / "local.log", "wb") as log:
+            self.process = subprocess.Popen([programs / "weightsync", "local", "-f", directory / "local.yaml"], stdout=log, stderr=log)
+        self.socket = f"weightsync/{self.name}-trainer"
+
+    def logged(self, words: str) -> int:
+        log = self.directory / "state" / "trainer-agent.log"
+        return log.read_text().count(words) if log.exists() else 0
+
+    def wait(self, what: str, holds: Callable[[], bool]) -> None:
+        end = time.monotonic() + LIMIT
+        while not holds():
+            assert time.monotonic() < end, f"{what} did not come: {(self.directory / 'local.log').read_text()[-2000:]}"
+            time.sleep(0.02)
+
+    def wait_for_pinned(self, times: int) -> None:
+        """Waits until memory was pinned so often for the copy of a next version."""
+        self.wait("pinned memory", lambda: self.logged("memory is pinned for the copy of the next version") >= times)
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+        self.process.wait(LIMIT)
+
+
+def test_no_version_waits_for_memory_to_be_pinned(machine: Path, stand_in: Path, programs: Path, tmp_path: Path) -> None:
+    """Of three kept versions, the first two use what is pinned when the group forms, the third what is pinned after the second."""
+    group = Whole(programs, tmp_path)
+    try:
+        for scenario, pinned, hangs in (("one_version", 1, True), ("second_version", 1, False), ("third_version", 2, True)):
+            group.wait_for_pinned(pinned)
+            # What is pinned on the source's GPU while it hangs never comes to its end.
+            order(machine, "cuMemHostRegister_v2@0 * hang" if hangs else "")
+            seen = run(scenario, group, stand_in)
+            assert (seen["attempts"], seen["memory"]) == ([1], [f"gpu {GPUS[0]}"])
+    finally:
+        group.stop()
+
+
+def order(machine: Path, faults: str) -> None:
+    """Faults of the driver from now on."""
+    (machine / "faults.new").write_text(f"{faults}\n")
+    (machine / "faults.new").rename(machine / "faults")

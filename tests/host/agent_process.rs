@@ -52,6 +52,7 @@ impl Engine for Idle {
             delivery: "none".into(),
             answer_version: "none".into(),
             unchecked: None,
+            model_bytes: None,
             groups: None,
         })
     }

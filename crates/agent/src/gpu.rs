@@ -36,6 +36,9 @@ use weightsync_transport::nccl::{Joining, LocalRank, NcclTransport, Staging};
 /// NCCL's log is read up to the join within this long: it lies in a pipe.
 const LOG: Duration = Duration::from_secs(2);
 
+/// Buckets that memory is pinned for before the first version at most.
+const MOST_BUCKETS: u64 = 1 << 16;
+
 /// Questions to a worker that costs nothing but its time.
 const ASK: Duration = Duration::from_secs(2);
 
@@ -370,6 +373,15 @@ impl Gpus {
         let room = (entry.gpu.free_bytes, entry.gpu.memory_bytes);
         let retain = self.core.epoch().map_or(0, |epoch| epoch.prepared.policy.retain_bytes);
         Ok(SourceWorker { worker: entry.worker.clone(), gpu: entry.gpu.uuid.clone(), wish, room, retain })
+    }
+
+    /// Lengths of the buckets of a version of so many bytes that a trainer would write into the memory of this source's worker; none where
+    /// it would not.
+    pub fn expected_buckets(&self, bytes: u64) -> Option<Vec<u64>> {
+        let length = self.source_worker().ok()?.bucket_bytes(bytes)?;
+        // Buckets are cut between tensors: they are not quite as long, and so one more.
+        let count = bytes.div_ceil(length.max(1)).saturating_add(1).min(MOST_BUCKETS);
+        Some(vec![length; usize::try_from(count).unwrap_or(0)])
     }
 
     /// Keeps what the trainer's socket is reported up to date, for ever.

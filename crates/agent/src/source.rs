@@ -6,6 +6,7 @@
 mod external;
 pub mod history;
 mod outcome;
+mod pinning;
 mod publish;
 pub mod reach;
 pub mod retain;
@@ -19,6 +20,7 @@ use tokio::time::{Instant, timeout_at};
 use tokio_util::sync::CancellationToken;
 
 use self::history::History;
+use self::pinning::Pinning;
 use self::retain::Retained;
 use super::archive::Archive;
 use super::attempts::Attempts;
@@ -42,6 +44,7 @@ pub struct Source {
     history: Mutex<History>,
     retained: Mutex<Archive<Retained>>,
     roster: watch::Receiver<RosterView>,
+    pinning: Pinning,
 }
 
 impl Source {
@@ -49,7 +52,8 @@ impl Source {
     pub fn new(leader: Arc<Leader>, cgroups: Cgroups, roster: watch::Receiver<RosterView>) -> Arc<Self> {
         let core = leader.core().clone();
         core.set_facts(|facts| facts.healthy = true);
-        Arc::new(Self { core, leader, attempts: Arc::default(), cgroups, history: Mutex::default(), retained: Mutex::default(), roster })
+        let (attempts, history, retained, pinning) = (Arc::default(), Mutex::default(), Mutex::default(), Pinning::default());
+        Arc::new(Self { core, leader, attempts, cgroups, history, retained, roster, pinning })
     }
 
     /// Publishes what comes, and feeds in between, until `cancel`.
@@ -64,7 +68,9 @@ impl Source {
                 () = feeder.run() => return,
                 // So is a measurement.
                 () = self.leader.preflights() => return,
+                () = self.pin_between_updates() => return,
             };
+            self.pinning.stop();
             tokio::select! {
                 () = cancel.cancelled() => return,
                 () = self.publish(job, &feeder) => {}

@@ -205,6 +205,7 @@ impl<S: Server> Engine for Adapter<S> {
                 self.0.find_served_model(until).await;
             }
             facts.unchecked = self.0.served_model.lock().clone().err();
+            facts.model_bytes = self.0.served_model().as_deref().and_then(crate::fit::bytes);
         }
         facts.inspect_err(|error| self.0.start.failed(error))
     }

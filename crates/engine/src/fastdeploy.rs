@@ -266,6 +266,7 @@ impl Server for Fastdeploy {
             delivery: delivery.to_owned(),
             answer_version: "none".to_owned(),
             unchecked: None,
+            model_bytes: None,
             groups: None,
         })
     }

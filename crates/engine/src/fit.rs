@@ -27,6 +27,12 @@ pub enum Fit {
     Unchecked(String),
 }
 
+/// Bytes of all tensors of the safetensors checkpoint at `served`; none where it cannot be read.
+pub(super) fn bytes(served: &Path) -> Option<u64> {
+    let checkpoint = Checkpoint::open(served).ok()?;
+    Some(checkpoint.tensors().iter().fold(0, |sum, tensor| sum.saturating_add(tensor.bytes)))
+}
+
 /// Compares `tensors` with the safetensors checkpoint at `served`.
 pub(super) fn check(served: &Path, tensors: &[TensorSpec]) -> Result<Fit, EngineError> {
     match Checkpoint::open(served) {

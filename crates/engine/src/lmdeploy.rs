@@ -201,6 +201,7 @@ impl Server for Lmdeploy {
             delivery: "GPU memory: update_weights, or checkpoint-engine while it sleeps".to_owned(),
             answer_version: "none".to_owned(),
             unchecked: None,
+            model_bytes: None,
             groups: None,
         })
     }

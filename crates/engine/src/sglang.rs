@@ -143,6 +143,7 @@ impl Server for Sglang {
             // `meta_info.weight_version` spans of each answer.
             answer_version: "token".to_owned(),
             unchecked: None,
+            model_bytes: None,
             groups: None,
         })
     }
@@ -328,11 +329,11 @@ impl Server for Sglang {
         if drafts { Ok(()) } else { Err(none_there("--speculative-algorithm and --speculative-draft-model-path")) }
     }
 
-    fn groups(&self) -> Option<Arc<dyn GroupServer>> {
     async fn checksums(&self, _: u64, until: Until) -> Result<Option<Checksums>, EngineError> {
         checksums::ask(&self.http, until).await
     }
 
+    fn groups(&self) -> Option<Arc<dyn GroupServer>> {
         Some(Arc::new(group::SglangGroup { http: self.http.clone() }))
     }
 

@@ -205,6 +205,7 @@ impl Server for Vllm {
             // `weight_versions` spans on /inference/v1/generate.
             answer_version: "token".to_owned(),
             unchecked: None,
+            model_bytes: None,
             groups: None,
         })
     }
@@ -348,11 +349,11 @@ impl Server for Vllm {
         device::open(self, job, until).await
     }
 
-    async fn host_route(&self, until: Until) -> Result<&'static str, EngineError> {
     async fn checksums(&self, bytes: u64, until: Until) -> Result<Option<Checksums>, EngineError> {
         checksums::ask(&self.http, (bytes, self.size(until).await?), until).await
     }
 
+    async fn host_route(&self, until: Until) -> Result<&'static str, EngineError> {
         if self.has_backend(until).await? { Ok(BACKEND) } else { Err(no_host_route(KIND)) }
     }
 

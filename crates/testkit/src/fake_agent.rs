@@ -72,6 +72,7 @@ pub fn engine() -> EngineFacts {
         delivery: "none".into(),
         answer_version: "none".into(),
         unchecked: None,
+        model_bytes: None,
         groups: None,
     }
 }
@@ -136,8 +137,8 @@ impl FakeAgent {
             earlier: Vec::new(),
             returned: None,
             installed: None,
-            refused: Vec::new(),
             proven_by: None,
+            refused: Vec::new(),
             statements: Vec::new(),
             engine: (pod.role == Role::Rollout).then(engine),
             healthy: true,

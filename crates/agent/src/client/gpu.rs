@@ -58,6 +58,11 @@ impl SourceWorker {
         Ok(RingSize { slots, slot_bytes: ring.slot_bytes.next_multiple_of(PAGE) })
     }
 
+    /// Bytes of a bucket of a version of so many bytes; none where there is no room for a ring.
+    pub fn bucket_bytes(&self, bytes: u64) -> Option<u64> {
+        self.choose(self.wish, RingLoad { bytes, largest: 0 }).ok().map(|ring| ring.slot_bytes)
+    }
+
     fn choose(&self, wish: RingWish, load: RingLoad) -> Result<GpuRing, String> {
         let room = GpuRoom { gpu: format!("{} of the source", self.gpu), free: self.room.0, total: self.room.1 };
         gpu_ring(wish, load, &[room]).map(|choice| choice.ring).map_err(|error| error.to_string())

@@ -169,6 +169,7 @@ impl Source {
 
     async fn attempt(&self, epoch: &Arc<Epoch>, publish: &mut Publish, reporter: &mut Reporter) -> Result<Brought, Failure> {
         let layout = publish.source.layout().clone();
+        self.pinning.laid_out(&layout);
         if publish.copy.is_none() && publish.kept.is_none() {
             publish.kept = self.keeper(epoch, publish, &layout);
         }

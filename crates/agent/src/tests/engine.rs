@@ -143,6 +143,7 @@ impl Engine for TestEngine {
             delivery: "files".into(),
             answer_version: "none".into(),
             unchecked: None,
+            model_bytes: None,
             groups: None,
         })
     }

@@ -222,6 +222,9 @@ pub struct EngineFacts {
     /// Why versions cannot be compared with its start-up checkpoint; `None` if they are.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unchecked: Option<String>,
+    /// Bytes of the tensors of its start-up checkpoint, where that can be read.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub model_bytes: Option<u64>,
     /// Its ability to join a group by itself; `None` before an object required that.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub groups: Option<GroupFacts>,
@@ -286,12 +289,12 @@ pub struct MemberState {
     /// Confirmed by the engine's present start (installed); for a source, the last version that reached `minReady`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub installed: Option<HeldVersion>,
-    /// Versions that its canary refused since it last accepted one as high, the highest last.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub refused: Vec<RefusedVersion>,
     /// What shows that its engine holds the bytes of `installed`. None for a source, and for an engine that this agent did not switch.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub proven_by: Option<ProvenBy>,
+    /// Versions that its canary refused since it last accepted one as high, the highest last.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub refused: Vec<RefusedVersion>,
     /// Statements of sources about the versions above. A claim about a version counts for others only with such a statement.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub statements: Vec<Statement>,

@@ -180,6 +180,7 @@ impl Agent {
             delivery: String::new(),
             answer_version: String::new(),
             unchecked: None,
+            model_bytes: None,
             groups: None,
         });
         MemberState {
@@ -194,8 +195,8 @@ impl Agent {
             earlier: self.earlier.clone(),
             returned: self.returned(),
             installed: self.installed.clone(),
-            refused: self.refused.clone(),
             proven_by: None,
+            refused: self.refused.clone(),
             statements: Vec::new(),
             engine,
             // A paused engine fails its probes. (No agent counts these failures. The coordinator needs that only for a dirty engine, whose

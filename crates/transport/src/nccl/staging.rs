@@ -12,6 +12,7 @@ use bytes::Bytes;
 use futures::future::BoxFuture;
 use parking_lot::Mutex;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio_util::sync::CancellationToken;
 
 use super::{cut, pieces};
 use weightsync_gpu::worker::{Copy, Event, HostMemory, Slot, Span, Worker, WorkerError};
@@ -96,6 +97,20 @@ impl Free {
     }
 }
 
+/// Lengths that are to be made for copies of `wanted` lengths next to the free ones, the longest first.
+fn lacking(mut free: Vec<u64>, wanted: &[u64]) -> Vec<u64> {
+    let mut wanted: Vec<u64> = wanted.iter().map(|bytes| bytes.next_multiple_of(REGION)).collect();
+    wanted.sort_unstable_by(|one, other| other.cmp(one));
+    wanted.retain(|bytes| match best(free.iter().copied(), *bytes) {
+        Some(at) => {
+            free.swap_remove(at);
+            false
+        }
+        None => *bytes > 0,
+    });
+    wanted
+}
+
 /// Which of these lengths serves best. Buckets of one model differ by a little: were the first that fits taken, a longer one would find none left,
 /// and pinning another gigabyte takes longer than the whole update.
 fn best(lengths: impl Iterator<Item = u64>, bytes: u64) -> Option<usize> {
@@ -132,14 +147,54 @@ impl Staging {
     /// Copies any number of bytes from a GPU into pinned memory of their own, to be kept. The memory goes back when the last cut of the
     /// returned bytes is dropped.
     pub(crate) async fn copy_out(&self, from: Span, bytes: u64, after: Option<Event>, within: Duration) -> Result<Bytes, WorkerError> {
-        let place = match self.regions.take(bytes) {
+        let length = bytes.next_multiple_of(REGION);
+        let place = match self.regions.take(length) {
             Some(place) => place,
-            None => self.more(&self.regions, bytes.next_multiple_of(REGION)).await?,
+            None => self.more(&self.regions, length).await?,
         };
         let region = Area { place: Some(place), free: self.regions.clone(), _permit: None };
         let to = region.span()?;
         let copied = self.worker.copy_now(Copy { from, to, bytes, after, then: None }, within);
         ended(tokio::spawn(async move { copied.await.map(|()| region.bytes(bytes)) })).await
+    }
+
+    /// Whether copies lie here that are kept.
+    pub fn has_kept(&self) -> bool {
+        let places = self.regions.places.lock();
+        places.bytes > places.free.iter().map(|place| place.length).sum()
+    }
+
+    /// Gives up the memory that waits for the next copies.
+    pub fn forget(&self) {
+        let mut places = self.regions.places.lock();
+        let free: u64 = places.free.drain(..).map(|place| place.length).sum();
+        places.bytes = places.bytes.saturating_sub(free);
+    }
+
+    /// Lengths of the memory that copies of these lengths need beyond what waits for them. Empty where not all of them have room within
+    /// [`reuse`](Self::reuse): a copy from before gives its memory on to the next one then.
+    pub fn missing(&self, lengths: &[u64]) -> Vec<u64> {
+        let places = self.regions.places.lock();
+        let missing = lacking(places.free.iter().map(|place| place.length).collect(), lengths);
+        let bytes = missing.iter().fold(places.bytes, |sum, length| sum.saturating_add(*length));
+        if bytes <= self.regions.limit.load(Ordering::Relaxed) { missing } else { Vec::new() }
+    }
+
+    /// Pins memory of these lengths for the next copies, one after the other, until `stop` is cancelled; `pinned` hears of each.
+    ///
+    /// # Errors
+    /// The worker is gone, or there is no memory. What was pinned before stays.
+    pub async fn prepare(&self, lengths: &[u64], stop: &CancellationToken, pinned: impl Fn(u64)) -> Result<(), WorkerError> {
+        for length in lengths {
+            if stop.is_cancelled() {
+                return Ok(());
+            }
+            // Not dropped in the middle: memory that is pinned for no one would stay so.
+            let place = self.more(&self.regions, *length).await?;
+            pinned(place.length);
+            self.regions.give_back(place);
+        }
+        Ok(())
     }
 
     async fn more(&self, places: &Free, bytes: u64) -> Result<Place, WorkerError> {

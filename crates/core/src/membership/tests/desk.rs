@@ -272,6 +272,7 @@ fn state(n: u32, number: u32) -> MemberState {
             delivery: "file".to_owned(),
             answer_version: "none".to_owned(),
             unchecked: None,
+            model_bytes: None,
             groups: None,
         }),
         healthy: true,

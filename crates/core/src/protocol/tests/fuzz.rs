@@ -45,7 +45,7 @@ pub(super) fn messages() -> Vec<Message> {
         "canary": {"prompt": "p", "maxTokens": 2, "leastLogProbMilli": -4000, "greatestLogProbMilli": 0},
     });
     let groups = json!({"rendezvous": "Store", "size": 2, "whyNot": "x"});
-    let engine = json!({"kind": "vllm", "serverVersion": "1", "size": 2, "url": "http://a", "delivery": "d", "answerVersion": "none", "groups": groups});
+    let engine = json!({"kind": "vllm", "serverVersion": "1", "size": 2, "url": "http://a", "delivery": "d", "answerVersion": "none", "modelBytes": 9, "groups": groups});
     let gpu = json!({"uuid": "GPU-1", "name": "H200", "freeBytes": 1, "memoryBytes": 2});
     let choice = json!({
         "nccl": {"slots": 4, "slotBytes": 64, "ranks": [["trainer/t", ["GPU-1"]]], "guests": ["rollouts/a"]}, "gdr": {"slots": 2, "slotBytes": 64},

@@ -1,4 +1,4 @@
-use super::best;
+use super::{REGION, best, lacking};
 
 #[test]
 fn shortest_memory_that_fits_is_taken() {
@@ -12,4 +12,20 @@ fn shortest_memory_that_fits_is_taken() {
     ] {
         assert_eq!(best(lengths.iter().copied(), bytes), taken, "{bytes} of {lengths:?}");
     }
+}
+
+#[test]
+fn memory_that_waits_is_not_made_once_more() {
+    let mib = |lengths: &[u64]| lengths.iter().map(|length| length * REGION).collect::<Vec<_>>();
+    for (free, wanted, made) in [
+        (&[][..], &[4, 8][..], &[8, 4][..]),
+        (&[8, 4], &[4, 8], &[]),
+        (&[8], &[4, 8], &[4]),
+        (&[8], &[8, 8], &[8]),
+        (&[16], &[4], &[4]),
+        (&[4], &[], &[]),
+    ] {
+        assert_eq!(lacking(mib(free), &mib(wanted)), mib(made), "{wanted:?} next to {free:?}");
+    }
+    assert_eq!(lacking(Vec::new(), &[1, 0, REGION + 1]), [2 * REGION, REGION]);
 }
