@@ -141,10 +141,6 @@ def second_version(scenario: Scenario) -> list[weightsync.Result]:
     return [scenario.publish(2)]
 
 
-def third_version(scenario: Scenario) -> list[weightsync.Result]:
-    return [scenario.publish(3)]
-
-
 def without_events(scenario: Scenario) -> list[weightsync.Result]:
     """The driver exports no event: every copy is waited for."""
 
@@ -172,7 +168,7 @@ def on_another_gpu(scenario: Scenario) -> list[weightsync.Result]:
     return one_version(scenario)
 
 
-ALL = (some_versions, one_version, second_version, third_version, without_events, wrong_memory, on_another_gpu)
+ALL = (some_versions, one_version, second_version, without_events, wrong_memory, on_another_gpu)
 SCENARIOS: dict[str, Callable[[Scenario], list[weightsync.Result]]] = {scenario.__name__: scenario for scenario in ALL}
 
 
