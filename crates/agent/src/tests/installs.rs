@@ -57,15 +57,15 @@ fn left_by_a_killed_agent(root: &Path, name: &str) {
 fn directories_with_lock_files_of_others_are_kept() {
     let parent = tempfile::tempdir().unwrap();
     let root = parent.path().join("root");
-    for folder in ["root", "root/data", "root/linked-to", "outside"] {
+    for folder in ["root", "root/data", "root/linked-to", "beside"] {
         std::fs::create_dir(parent.path().join(folder)).unwrap();
         std::fs::write(parent.path().join(folder).join("precious"), b"x").unwrap();
     }
     // What an attacker, or another program, may have put there.
-    for lock in ["...lock", ".lock", "data.lock", "outside.lock", "a b.lock", "lin.lock"] {
+    for lock in ["...lock", ".lock", "data.lock", "beside.lock", "a b.lock", "lin.lock"] {
         std::fs::write(root.join(lock), MARK).unwrap();
     }
-    std::os::unix::fs::symlink(parent.path().join("outside"), root.join("outside")).unwrap();
+    std::os::unix::fs::symlink(parent.path().join("beside"), root.join("beside")).unwrap();
     std::os::unix::fs::symlink(root.join("lin.lock"), root.join("link.lock")).unwrap();
     left_by_a_killed_agent(&root, "link-target");
     std::fs::remove_file(root.join("link-target.lock")).unwrap();
