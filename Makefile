@@ -38,7 +38,7 @@ programs:
 	cargo build --locked --workspace --bins --tests --examples
 
 .PHONY: lint
-lint: fmt-check clippy doc deny scripts-lint prose ## Check style, lints, docs and dependencies (unit tests check generated files)
+lint: fmt-check clippy doc deny scripts-lint prose docs ## Check style, lints, docs and dependencies (unit tests check generated files)
 
 .PHONY: fmt
 fmt: ## Format Rust and Python
@@ -70,6 +70,10 @@ scripts-lint:
 .PHONY: prose
 prose: ## Check words and sentences of documents and comments, and names of tests (the first time builds vale: a minute)
 	tests/tools/prose.sh
+
+.PHONY: docs
+docs: ## Build the documentation site into site/, and check its links (tests/tools/docs.sh serve: serve it)
+	tests/tools/docs.sh
 
 .PHONY: generate
 generate: ## Write the files that are generated from the program's types (CRD, references of API and metrics)
