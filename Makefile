@@ -66,6 +66,7 @@ deny:
 .PHONY: scripts-lint
 scripts-lint:
 	$$(tests/tools/python.sh)/shellcheck $(SCRIPTS)
+	tests/tools/actionlint.sh
 
 .PHONY: prose
 prose: ## Check words and sentences of documents and comments, and names of tests (the first time builds vale: a minute)

@@ -4,7 +4,9 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
 # Test images, a browser for the web page, the stand-in for GPU libraries, network shaping and benchmarks.
-packages=(busybox-static chromium g++ iperf3 iproute2 jq nftables procps util-linux)
+packages=(busybox-static g++ iperf3 iproute2 jq nftables procps util-linux)
+# Not every system has a package of this name; a browser that was installed in another way will do.
+command -v chromium >/dev/null || packages+=(chromium)
 # No docker that answers: one of our own, and a node image made here.
 if ! timeout 10 docker info >/dev/null 2>&1; then
   packages+=(conntrack debootstrap docker.io gcc iptables libc6-dev libseccomp-dev pkg-config runc)
