@@ -9,6 +9,8 @@ PREVIOUS ?=
 # The processor that real engines compute for: empty for this machine's own, or avx2.
 CPU ?=
 SCRIPTS = $(shell git ls-files '*.sh')
+# Documents that people write: the references of API and metrics are generated.
+DOCUMENTS = $(filter-out docs/metrics.md docs/reference/%,$(shell git ls-files '*.md'))
 
 .PHONY: help
 help: ## List the targets
@@ -67,6 +69,7 @@ deny:
 scripts-lint:
 	$$(tests/tools/python.sh)/shellcheck $(SCRIPTS)
 	tests/tools/actionlint.sh
+	$$(tests/tools/python.sh)/pymarkdown --config .pymarkdown.yml scan $(DOCUMENTS)
 
 .PHONY: prose
 prose: ## Check words and sentences of documents and comments, and names of tests (the first time builds vale: a minute)
