@@ -27,15 +27,23 @@ def on_config(config: Any) -> Any:
 
     def expanded(entry: Any) -> Any:
         if isinstance(entry, list):
-            return [expanded(one) for one in entry]
+            return [one for element in entry for one in (pages(element) if is_folder(element) else [expanded(element)])]
         if isinstance(entry, dict):
-            return {title: expanded(value) for title, value in entry.items()}
-        if entry.endswith("/"):
-            return sorted(f"{entry}{page.name}" for page in (DOCS / entry).glob("*.md"))
+            return {title: pages(value) if is_folder(value) else expanded(value) for title, value in entry.items()}
         return entry
 
     config.nav = expanded(config.nav)
     return config
+
+
+def is_folder(entry: Any) -> bool:
+    """Whether an entry of the navigation names a folder."""
+    return isinstance(entry, str) and entry.endswith("/")
+
+
+def pages(folder: str) -> list[str]:
+    """The pages of a folder below docs."""
+    return sorted(f"{folder}{page.name}" for page in (DOCS / folder).glob("*.md"))
 
 
 def on_files(files: Any, config: Any) -> Any:
