@@ -11,7 +11,7 @@ use crate::world::{Actor, World, installed};
 async fn joining_engines_take_the_draft_or_are_left_out_by_name() {
     let machine = Machine::new();
     let actors = [Actor::new().joining(&[1]).drafting(), Actor::sglang().joining(&[2]).drafting(), Actor::of("lmdeploy").joining(&[3])];
-    let mut world = World::start_joining(&machine, json!({"pause": "Abort"}), actors).await;
+    let mut world = World::start_joining(&machine, json!({"pause": "AbortAwake"}), actors).await;
     world.until_ready(3).await;
     for version in 1..=2 {
         let result = publish(&world, Model::large, version).await.done();

@@ -71,7 +71,7 @@ async fn engines_of_one_kind_are_proven_by_their_checksums() {
         assert_eq!(installed(&result).len(), 5, "{result}");
         until("all proofs", || async { proven_by(&world).await == ["Engine", "Engine", "Engine", "Engine", "Nothing"] }).await;
     }
-    assert_eq!((engines[0].count("/weight_checker"), engines[2].count("/weights_checker")), (2, 2));
+    assert!(engines[0].count("/weight_checker") >= 2 && engines[2].count("/weights_checker") >= 2, "each version asks each engine");
 }
 
 #[tokio::test(flavor = "multi_thread")]

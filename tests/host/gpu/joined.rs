@@ -48,7 +48,7 @@ async fn multi_rank_engines_join_and_all_ranks_get_all_bytes() {
     // A port that some other part says in the environment is no one's.
     let machine = Machine::new().with("MASTER_ADDR", "203.0.113.1").with("MASTER_PORT", 29501);
     let actors = vec![Actor::sglang().joining(&[1, 2]), Actor::of("lmdeploy").joining(&[3])];
-    let world = joined(&machine, json!({"pause": "Abort"}), actors).await;
+    let world = joined(&machine, json!({"pause": "AbortAwake"}), actors).await;
     for version in 1..=2 {
         let (model, result) = publish(&world, version).await;
         assert_eq!(installed(&result).len(), 2, "{result}");
@@ -150,7 +150,7 @@ async fn engine_late_to_a_broadcast_is_awaited_in_parallel() {
 async fn killed_agents_engine_leaves_old_group_and_joins_next() {
     let machine = Machine::new();
     let actors = vec![Actor::sglang().joining(&[1]), Actor::of("lmdeploy").joining(&[2])];
-    let world = joined(&machine, json!({"pause": "Abort", "silenceSeconds": 5}), actors).await;
+    let world = joined(&machine, json!({"pause": "AbortAwake", "silenceSeconds": 5}), actors).await;
     let (first, _) = publish(&world, 1).await;
     for number in 0..2 {
         assert!(world.serves(number, &first).await);
@@ -184,7 +184,7 @@ async fn simulated_engine_killed_in_a_group_joins_the_next() {
 async fn stopped_group_releases_engines_it_did_not_start() {
     let machine = Machine::new();
     let actors = vec![Actor::sglang().joining(&[1]).absent(), Actor::of("lmdeploy").joining(&[2]).absent()];
-    let mut world = World::start_joining(&machine, json!({"pause": "Abort"}), actors).await;
+    let mut world = World::start_joining(&machine, json!({"pause": "AbortAwake"}), actors).await;
     world.start_engine(0);
     world.start_engine(1);
     world.until_ready(2).await;
