@@ -251,10 +251,18 @@ fn progressing(view: &MembershipView) -> Judgement {
                 }
                 None => match lagging(view) {
                     Some(message) => Judgement(Some(true), Reason::Updating, message),
-                    None => Judgement(Some(false), Reason::AsWanted, "no update runs and no group is being formed".into()),
+                    None => Judgement(Some(false), Reason::AsWanted, at_rest(view)),
                 },
             },
         },
+    }
+}
+
+fn at_rest(view: &MembershipView) -> String {
+    if view.committed {
+        format!("epoch {} with {} ranks; no update runs", view.epoch, view.world_size)
+    } else {
+        "there is no group, and none is being formed".to_owned()
     }
 }
 

@@ -97,9 +97,9 @@ async fn group_after(cluster: &Cluster, after: u64, rollouts: u64) -> (u64, Stri
         .await_status("run", "a group over NCCL", START, |status| {
             let (epoch, transport) = (status["epoch"].as_u64().unwrap_or(0), &status["transport"]);
             // The number is written before the agents hear of it; the condition follows when the group stands.
+            let stands = format!("epoch {epoch} with {} ranks", rollouts + 1);
             let mut conditions = status["conditions"].as_array().into_iter().flatten();
-            let stands = status["worldSize"] == rollouts + 1
-                && conditions.any(|one| one["type"] == "Progressing" && one["reason"] != "GroupForming");
+            let stands = conditions.any(|one| one["message"].as_str().is_some_and(|message| message.starts_with(&stands)));
             if epoch > after && stands && status["replicas"]["ready"] == rollouts && transport["name"] == "nccl" {
                 Ok((epoch, transport["reason"].as_str().unwrap_or_default().to_owned()))
             } else {

@@ -105,9 +105,9 @@ async fn what_the_api_server_cannot_know_is_named_in_a_condition() {
 async fn every_example_of_the_documentation_is_accepted() {
     Cluster::run("examples", |cluster| async move {
         let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/examples");
+        let files = [folder.clone(), folder.join("quickstart")].map(|folder| std::fs::read_dir(folder).unwrap());
         let mut seen = 0;
-        for entry in std::fs::read_dir(folder).unwrap() {
-            let path = entry.unwrap().path();
+        for path in files.into_iter().flatten().map(|entry| entry.unwrap().path()).filter(|path| path.is_file()) {
             let documents: Vec<Value> = serde_saphyr::from_multiple(&std::fs::read_to_string(&path).unwrap()).unwrap();
             for mut document in documents.into_iter().filter(|document| !document.is_null()) {
                 document["metadata"]["namespace"] = json!(cluster.namespace);

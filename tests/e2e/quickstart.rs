@@ -26,6 +26,9 @@ async fn quickstart_runs_unchanged_on_a_cluster() {
         for name in ["actor-0", "actor-1"] {
             cluster.create_pod(labelled(simulated_vllm(name), "actor")).await;
         }
+        for name in ["trainer-0", "actor-0", "actor-1"] {
+            cluster.await_ready(name, SOON).await;
+        }
         cluster.await_group("grpo", 2, SOON).await;
         publish_to(&cluster, "trainer-0", 1, 2).await;
         let status = cluster.await_version("grpo", 1, 2, SOON).await;
