@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -108,6 +109,25 @@ def sharded() -> dict[str, Any]:
         return {"good": good, "missing": missing, "broken": broken}
 
 
+class Owned:
+    """vLLM 0.33's `WeightSource` by its shape: the last tensor is rank 1's alone, as of a later pipeline stage."""
+
+    @property
+    def metadata(self) -> list[Any]:
+        owners = {"all": None, "both": (0, 1), "mine": (0,), "last": (1,)}
+        return [SimpleNamespace(name=name, dtype=torch.float32, shape=(3,), owners=ranks) for name, ranks in owners.items()]
+
+    def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for number, meta in enumerate(self.metadata):
+            if meta.owners is None or RANK in meta.owners:
+                yield meta.name, torch.full((3,), float(number))
+
+
+def owned() -> dict[str, Any]:
+    with publisher("owned") as pub:
+        return outcome(lambda: pub.publish(Owned(), version=1, timeout=LIMIT))
+
+
 def export() -> Iterator[tuple[str, torch.Tensor]]:
     """Forty tensors of a bucket each, made by a collective operation as a Megatron export makes them."""
     for number in range(40):
@@ -175,7 +195,7 @@ def not_all_ranks() -> dict[str, Any]:
 
 def main() -> None:
     dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=RANK, world_size=2)
-    scenarios = (fsdp2, sharded, again, stall, stall_within_a_tensor, lost, one_rank_fails, not_all_ranks)
+    scenarios = (fsdp2, sharded, owned, again, stall, stall_within_a_tensor, lost, one_rank_fails, not_all_ranks)
     seen = {}
     for scenario in scenarios:
         seen[scenario.__name__] = scenario()

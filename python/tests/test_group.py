@@ -18,6 +18,7 @@ from conftest import LIMIT, Agent
 OPTIONS = {
     "fsdp2": (),
     "sharded": (),
+    "owned": (),
     "again": ("--again-after", "4"),
     "stall": ("--stall-after", "3"),
     "lost": ("--die-after", "3"),
@@ -89,6 +90,17 @@ def test_parts_of_all_ranks_make_whole_tensors(ranks: Ranks) -> None:
     assert torch.equal(arrived["both"], torch.ones(5))
     assert arrived["fp8"].float().tolist() == [1, 1, 1, 2, 2, 2]
     assert arrived["complex"].tolist() == [[-1j, 1 - 1j]] * 2
+
+
+def test_tensors_that_one_rank_owns_arrive_with_the_rest(ranks: Ranks) -> None:
+    assert ranks.alike("owned")["version"] == 1
+    arrived = safetensors.torch.load_file(ranks.agents["owned"].file(1))
+    assert {name: tensor.tolist() for name, tensor in arrived.items()} == {
+        "all": [0.0] * 3,
+        "both": [1.0] * 3,
+        "mine": [2.0] * 3,
+        "last": [3.0] * 3,
+    }
 
 
 def test_missing_or_failed_parts_end_publish_on_all_ranks(ranks: Ranks) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -146,3 +147,33 @@ def test_a_model_and_its_draft_model_are_one_version(agent: Agent, publisher: we
     assert publisher.publish(source, version=1, timeout=LIMIT).version == 1
     held = load_file(agent.file(1))
     assert {name: tensor.tolist() for name, tensor in held.items()} == {"w": [1] * 4, "v": [0] * 3, "draft/w": [2] * 5}
+
+
+class Owned:
+    """vLLM 0.33's `WeightSource` by its shape: the list is a property, and a pass has a name."""
+
+    def __init__(self, *, local: bool = False) -> None:
+        self._local = local
+
+    @property
+    def metadata(self) -> list[Any]:
+        return [SimpleNamespace(name=name, dtype=torch.float32, shape=(4,), owners=owners) for name, owners in (("a", None), ("b", (0,)))]
+
+    def implements_iter_full(self) -> bool:
+        return not self._local
+
+    def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from two()
+
+
+def test_source_with_a_metadata_property_is_published(publisher: weightsync.Publisher, agent: Agent) -> None:
+    source = Owned()
+    for version in (1, 2):
+        publisher.publish(source, version=version, timeout=LIMIT)
+        arrived = load_file(agent.file(version))
+        assert {name: torch.equal(tensor, ONES) for name, tensor in arrived.items()} == {"a": True, "b": True}
+
+
+def test_source_of_local_parts_alone_is_refused() -> None:
+    with pytest.raises(TypeError, match="iter_local"):
+        as_source(Owned(local=True))

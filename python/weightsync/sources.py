@@ -78,7 +78,10 @@ def with_draft(model: Any, draft: Any) -> Source:
 
 
 def as_source(what: Any) -> Source:
-    """A source, a mapping, a torch module, or anything with `metadata()` that can be iterated again (vLLM's `WeightSource`)."""
+    """A source, a mapping, a torch module, or vLLM's `WeightSource`.
+
+    That has `metadata()` and can be iterated again (0.32), or it has a property `metadata` and `iter_full()` (0.33).
+    """
     if isinstance(what, Source):
         return what
     if isinstance(what, Mapping):
@@ -88,6 +91,9 @@ def as_source(what: Any) -> Source:
             f"a {type(what).__name__} can be read once only, and a version may have to be sent again: "
             "use weightsync.stream(factory, metas) with the function that makes it"
         )
+    # In this order: reading 0.33's property computes the list.
+    if hasattr(what, "iter_full") and hasattr(type(what), "metadata"):
+        return _weight_source(what)
     if callable(getattr(what, "metadata", None)) and hasattr(what, "__iter__"):
         return _Metadata(what)
     if callable(getattr(what, "state_dict", None)):
@@ -146,16 +152,42 @@ class _Stream(Source):
 
 
 class _Metadata(Source):
-    """vLLM 0.32 `vllm.distributed.weight_transfer.base.WeightSource`, by its shape: vLLM need not be there."""
+    """vLLM's `vllm.distributed.weight_transfer.base.WeightSource`, by its shape: vLLM need not be there.
+
+    Until 0.32 every rank yields every tensor. From 0.33 on a rank yields those that it owns (`ParamMeta.owners`, None for all ranks).
+    """
 
     def __init__(self, source: Any) -> None:
         self._source = source
 
     def metas(self) -> list[Meta]:
-        return metas_of(self._source.metadata())
+        return metas_of(self._listed())
 
     def tensors(self, group: Group) -> Iterator[tuple[str, Any]]:
-        return iter(self._source)
+        owners = [getattr(meta, "owners", None) for meta in self._listed()]
+        everyone = set(range(group.size))
+        if all(ranks is None or everyone <= set(ranks) for ranks in owners):
+            return iter(self._pass())
+        from ._sharded import Sharded
+
+        # Parts that are whole tensors, of the ranks that own them.
+        return Sharded(self._pass, self.metas()).tensors(group)
+
+    def _listed(self) -> Any:
+        metadata = self._source.metadata
+        return metadata() if callable(metadata) else metadata
+
+    def _pass(self) -> Iterable[tuple[str, Any]]:
+        iter_full = getattr(self._source, "iter_full", None)
+        whole: Iterable[tuple[str, Any]] = self._source if iter_full is None else iter_full()
+        return whole
+
+
+def _weight_source(what: Any) -> Source:
+    implemented = getattr(what, "implements_iter_full", None)
+    if implemented is not None and not implemented():
+        raise TypeError(f"{type(what).__name__} has iter_local() alone: implement iter_full(), or use weightsync.sharded")
+    return _Metadata(what)
 
 
 class _WithDraft(Source):

@@ -7,9 +7,10 @@ one update that takes all tensors of the model while they come, finish; and for 
 vLLM sets. Decides the state after a session that did not end well: no layer is disassembled, and no success is reported. It never sets the
 version; the agent does, with its last step.
 
-Every rank reports the result of each step on the agent's socket, and nothing here raises: vLLM reads the replies of workers one after the
-other and stops at the first failure, so that those of the other ranks are permanently taken for replies to later calls
-(`v1/executor/multiproc_executor.py` of 0.32: after one failed call of two ranks, every reply of the second is that to the call before).
+Every rank reports the result of each step on the agent's socket, and no step of an agent raises: vLLM reads the replies of workers one
+after the other and stops at the first failure, so that those of the other ranks are permanently taken for replies to later calls
+(`v1/executor/multiproc_executor.py` of 0.32 and 0.33: after one failed call of two ranks, every reply of the second is that to the call
+before). An init that is no agent's is refused by the last rank alone, whose reply is the last that vLLM reads.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ from ._feed import PROTOCOL, Feed
 from ._gpu_feed import GpuFeed
 
 BACKEND = "weightsync"
+
+_FIELDS = ("protocol", "socket", "token")
+"""What every agent's init has, of whatever version."""
 
 # Below vLLM's own logger: other names are not shown by its set-up.
 logger = init_logger("vllm.weightsync")
@@ -78,8 +82,18 @@ class WeightSyncTransferEngine(WeightTransferEngine[WeightSyncInitInfo, WeightSy
         self._gpu = GpuFeed.of(self.device)
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> WeightSyncInitInfo:
-        """Takes what is there: a field that is missing or wrong shows when the agent waits for this worker."""
-        protocol, socket, token = (init_dict.get(name) for name in ("protocol", "socket", "token"))
+        """Takes an agent's fields; a wrong one shows when the agent waits for this worker. Another trainer's init is refused.
+
+        Raises: ValueError, in the last rank, so that the trainer gets no 200 and waits for no rank that never joins.
+        """
+        if not all(name in init_dict for name in _FIELDS) and self.parallel_config.rank == self.parallel_config.world_size - 1:
+            fields = ", ".join(sorted(map(str, init_dict))) or "nothing"
+            raise ValueError(
+                f"this server takes weights from a WeightSync agent, not from a trainer that gives {fields}: publish to the trainer's own "
+                "agent (weightsync.integrations has hooks for vLLM's trainer interface, TRL, verl and XTuner), or start the server with "
+                """--weight-transfer-config '{"backend": "nccl"}'"""
+            )
+        protocol, socket, token = (init_dict.get(name) for name in _FIELDS)
         return WeightSyncInitInfo(protocol if isinstance(protocol, int) else 0, str(socket or ""), str(token or ""))
 
     def init_transfer_engine(self, init_info: WeightSyncInitInfo) -> None:

@@ -47,7 +47,8 @@ def _once(weights: Iterable[tuple[str, Any]]) -> Any:
     def factory() -> Iterator[tuple[str, Any]]:
         if not left:
             raise SourceFailed(
-                "these weights can be read once only, and the update has to be repeated: set spec.update.retainMiB, or publish the next step",
+                "these weights can be read once only, and the update has to be repeated: "
+                "set spec.update.retainMiB, or publish the next step",
                 retryable=True,
             )
         return iter(left.pop())

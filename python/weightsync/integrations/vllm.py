@@ -1,4 +1,4 @@
-"""vLLM's own trainer interface (0.32 or newer), implemented by WeightSync: a trainer that was written for it changes one line.
+"""vLLM's own trainer interface (0.32, 0.33), implemented by WeightSync: a trainer that was written for it changes one line.
 
     from vllm.distributed.weight_transfer import ModuleSource, WeightTransferTrainerFactory
     from weightsync.integrations.vllm import WeightSyncTrainerInitInfo
@@ -53,6 +53,8 @@ class WeightSyncTrainerEngine(TrainerWeightTransferEngine[WeightSyncTrainerInitI
 
     def __init__(self, init_info: WeightSyncTrainerInitInfo, *, client: Any, source: Any) -> None:
         super().__init__(client=client, source=source, is_sender=init_info.is_sender)
+        # A field of the base class since 0.33, whose constructor of 0.32 does not take it.
+        self.rank = init_info.rank
         self.version = init_info.version
         self._timeout = init_info.timeout
         self._publisher = Publisher.from_env(init_info.group, socket=init_info.socket)
