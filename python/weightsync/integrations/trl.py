@@ -1,9 +1,13 @@
-"""TRL (1.x) and any trainer of transformers: a callback that publishes the model after optimizer steps.
+"""TRL (1.16) and any trainer of transformers: a callback that publishes the model after optimizer steps.
 
-    trainer = GRPOTrainer(..., callbacks=[WeightSyncCallback()])
+    trainer = SFTTrainer(..., callbacks=[WeightSyncCallback()])
 
-With a trainer that generates with vLLM (`use_vllm=True`), `WeightSyncCallback.serve(trainer)` has the trainer's own synchronisation go
-through WeightSync: at the moment at which TRL itself would send weights, and with its own names. See docs/integrations/trl.md.
+Trainers that generate with vLLM send weights themselves. TRL's asynchronous ones take another sender, which is `WeightSyncTransfer`:
+
+    trainer = AsyncGRPOTrainer(..., weight_transfer=WeightSyncTransfer())
+
+For the others (`use_vllm=True`, server mode), `without_communicator` and `WeightSyncCallback.serve` replace what TRL sends. See
+docs/integrations/trl.md.
 """
 
 from __future__ import annotations
@@ -17,10 +21,11 @@ from transformers import TrainerCallback
 
 from .._source import Meta, Source
 from .._tensors import describe
-from ..errors import WeightSyncError
+from ..errors import SourceFailed, WeightSyncError
 from ..publisher import Publisher
 from ..result import Result
 from ..sources import module, stream
+from ._once import Once
 
 _LOG = logging.getLogger("weightsync")
 
@@ -76,6 +81,7 @@ class WeightSyncCallback(TrainerCallback):
     def serve(self, trainer: Any) -> None:
         """Has the trainer's `vllm_generation.sync_weights` publish instead of moving weights itself.
 
+        Make the trainer within `without_communicator`: its constructor forms TRL's own group with the server otherwise.
         The names are those that TRL gives to vLLM (`_iter_named_params`, TRL 1.16: FSDP, DeepSpeed and PEFT are its business).
         """
         generation = trainer.vllm_generation
@@ -117,6 +123,101 @@ class WeightSyncCallback(TrainerCallback):
             _LOG.warning("step %d is left out: %s", version, error)
         else:
             self._last = version
+
+
+class WeightSyncTransfer:
+    """TRL's `WeightTransferProtocol`: what `AsyncGRPOTrainer` and `AsyncDistillationTrainer` take as `weight_transfer`.
+
+    TRL calls it on its main process alone; the other ranks take part in gathers only. So it publishes as one rank, which runs in the pod
+    of the source's agent. TRL gives no step: versions are counted from `first_version`; without it, from the highest that a replica serves
+    plus one. TRL gives no list of tensors either, so the first version is read into host memory.
+
+    TRL counts a version as live when `send_weights` returns. So every error is raised, after the rest of TRL's iterator was read: the
+    other ranks wait in its gathers. With `strict=False` an error that may pass by itself is a warning, and the engines keep older weights
+    than TRL's `model_version` says until the next step.
+    """
+
+    def __init__(
+        self,
+        publisher: Publisher | None = None,
+        *,
+        first_version: int | None = None,
+        strict: bool = True,
+        timeout: float = 600,
+    ) -> None:
+        self._publisher = publisher
+        self._ours = publisher is None
+        self._next = first_version
+        self._strict = strict
+        self._timeout = timeout
+        self._once = Once()
+        self.results: list[Result] = []
+        """Of the last published versions, newest last."""
+
+    def init_weight_transfer(self) -> None:
+        """Connects to the agent. No group with the engines is formed, and none of them need be there."""
+        publisher = self._ready()
+        if self._next is None:
+            self._next = 1 + max((replica.version or 0 for replica in publisher.roster().replicas), default=0)
+
+    def pause(self) -> None:
+        """Nothing: each agent pauses its own engine, as `spec.update.pause` says, when the version is there."""
+
+    def send_weights(self, iterator: Iterator[tuple[str, Any]]) -> None:
+        """Publishes; returns when enough replicas serve the version."""
+        publisher = self._ready()
+        version = 1 if self._next is None else self._next
+        # A number that failed is free for the same weights only, and TRL trains on.
+        self._next = version + 1
+        try:
+            # Not the iterator itself: ending the pass must not close it.
+            source = self._once.source((named for named in iterator), 0)
+            self.results.append(publisher.publish(source, version=version, timeout=self._timeout))
+            del self.results[:-8]
+        except WeightSyncError as error:
+            if isinstance(error, SourceFailed):
+                # TRL may give other tensors than before.
+                self._once.forget()
+            _read_to_its_end(iterator)
+            if self._strict or not error.retryable:
+                raise
+            _LOG.warning("version %d is left out: %s", version, error)
+
+    def resume(self) -> None:
+        """Nothing: see `pause`."""
+
+    def destroy(self) -> None:
+        """Closes the connection to the agent, if it was made here."""
+        if self._ours and self._publisher is not None:
+            self._publisher.close()
+            self._publisher = None
+
+    def _ready(self) -> Publisher:
+        if self._publisher is None:
+            self._publisher = Publisher.from_env()
+        return self._publisher
+
+
+@contextlib.contextmanager
+def without_communicator() -> Iterator[None]:
+    """Trainers that are made meanwhile form no NCCL group with the vLLM server (`VLLMClient.init_communicator` of TRL 1.16)."""
+    from trl.generation.vllm_client import VLLMClient
+
+    own = VLLMClient.init_communicator
+    VLLMClient.init_communicator = _no_communicator
+    try:
+        yield
+    finally:
+        VLLMClient.init_communicator = own
+
+
+def _no_communicator(client: Any, device: Any = 0) -> None:
+    """In the place of TRL's method."""
+
+
+def _read_to_its_end(iterator: Iterator[Any]) -> None:
+    for _ in iterator:
+        pass
 
 
 def _merged(model: Any) -> Source:
