@@ -149,6 +149,10 @@ python-test: venv programs ## Check and test the Python client
 	$$(tests/tools/python.sh)/mypy tests/chaos tests/engine tests/e2e tests/cluster/image.py tests/cluster/node
 	venv=$$($(CLUSTER)/vllm-venv.sh --print); cd python; PYTHONPATH=$$PWD "$$venv/bin/python" -m pytest -q tests
 
+.PHONY: upstream-test
+upstream-test: venv programs ## Run a framework's own classes against the client (FRAMEWORK=trl, verl, vllm, or "xtuner DIR"): downloads them
+	tests/tools/upstream.sh $(FRAMEWORK)
+
 .PHONY: chart-lint
 chart-lint: ## Check the chart, its rendered manifests, and its alerts
 	$(CLUSTER)/tools.sh

@@ -7,10 +7,13 @@ its like) is replaced by empty stand-ins, where it is not installed.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import http.server
 import importlib.machinery
 import json
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -160,7 +163,7 @@ def megatron() -> dict[str, Any]:
 
 
 def verl() -> dict[str, Any]:
-    """verl's own registry and interface, driven as its `CheckpointEngineManager` does it."""
+    """verl's own registry and interface, driven as our manager does it; that itself runs in upstream/verl_manager.py."""
     stand_in_for("verl")
     import verl.checkpoint_engine.base as base
 
@@ -169,14 +172,16 @@ def verl() -> dict[str, Any]:
     backend = base.CheckpointEngineRegistry.get("weightsync")
     assert issubclass(backend, base.CheckpointEngine)
     engine = base.CheckpointEngineRegistry.new("weightsync", bucket_size=1 << 20, is_master=RANK == 0, socket=SOCKET, rank_timeout=30)
-    rollout = base.CheckpointEngineRegistry.new("weightsync", bucket_size=1 << 20)
     seen: dict[str, Any] = {}
+    try:
+        backend.build_topology(2, 4, [{}] * 6)
+    except RuntimeError as error:
+        seen["rollouts"] = "WeightSyncCheckpointManager" in str(error)
     for step in (1, 2, 3):
-        actors, rollouts = backend.build_topology(2, 4, [engine.prepare()] * 2 + [rollout.prepare()] * 4)
+        actors, rollouts = backend.build_topology(2, 0, [engine.prepare()] * 2)
         assert all(len(values) == 2 for values in actors.values())
-        assert all(len(values) == 4 for values in rollouts.values())
+        assert rollouts == {}
         engine.init_process_group(**{key: values[RANK] for key, values in actors.items()})
-        rollout.init_process_group(**{key: values[0] for key, values in rollouts.items()})
 
         def per_tensor(step: int = step) -> Iterator[tuple[str, torch.Tensor]]:
             for number in range(6):
@@ -187,20 +192,12 @@ def verl() -> dict[str, Any]:
 
         seen[f"metrics {step}"] = sorted(asyncio.run(engine.send_weights(per_tensor(), global_steps=step)))
         seen[f"version {step}"] = engine.result.version
-        received: list[str] = []
-
-        async def receive(received: list[str] = received, step: int = step) -> None:
-            async for name, _ in rollout.receive_weights(global_steps=step):
-                received.append(name)
-
-        asyncio.run(receive())
-        seen[f"received {step}"] = received
         engine.finalize()
     return seen
 
 
 def xtuner() -> dict[str, Any]:
-    """XTuner's calls, in its order (`UpdateWeighter.update_weights`)."""
+    """XTuner's calls, in its order; its own class runs in upstream/xtuner_updater.py."""
     from weightsync.integrations.xtuner import WeightSyncTransport
 
     class Batches:
@@ -226,14 +223,43 @@ def xtuner() -> dict[str, Any]:
         transport.reset_rollout_info(SimpleNamespace(weight_update_targets=()))
         transport.update(Batches(step))
         versions.append(transport.result.version)
-    assert not transport.has_registered_checkpoint()
+    # The halves of a step, as XTuner asks for them with its checkpoint engine; then a rollout that came back.
+    transport.update(Batches(3), need_register=True, need_update=False)
+    assert transport.result.version == 2
+    for _ in range(2):
+        transport.update(None, need_register=False, need_update=True)
+        versions.append(transport.result.version)
+    assert transport.has_registered_checkpoint()
     transport.teardown()
     return {"versions": versions}
 
 
+@contextlib.contextmanager
+def server() -> Iterator[str]:
+    """A server of one model that refuses every change; its URL."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = b'{"data": [{"id": "m"}]}'
+            self.send_response(200 if self.path in ("/health", "/health/", "/v1/models") else 404)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    running = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=running.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{running.server_port}"
+    finally:
+        running.shutdown()
+        running.server_close()
+
+
 def trl() -> dict[str, Any]:
     """A real training loop of transformers with the callback, and TRL's own list of names after `serve`."""
-    from weightsync.integrations.trl import WeightSyncCallback
+    import accelerate
+
+    from weightsync.integrations.trl import WeightSyncCallback, without_communicator
 
     torch.manual_seed(5)
     config = transformers.Qwen3Config(
@@ -251,9 +277,9 @@ def trl() -> dict[str, Any]:
     stand_in_for("trl")
     from trl.generation.vllm_generation import VLLMGeneration
 
-    generation = object.__new__(VLLMGeneration)
-    generation.mode, generation.model = "server", model
-    generation._dist = SimpleNamespace(is_fsdp=False, gather_params=lambda parameters: __import__("contextlib").nullcontext())
+    with server() as url, without_communicator():
+        accelerator = accelerate.Accelerator(cpu=True)
+        generation = VLLMGeneration(model, accelerator, None, mode="server", server_base_url=url, server_timeout=LIMIT)
     trainer = SimpleNamespace(vllm_generation=generation, state=SimpleNamespace(global_step=7))
     served = WeightSyncCallback(publisher(), strict=True)
     served.serve(trainer)

@@ -26,6 +26,7 @@ from ..publisher import Publisher
 from ..result import Result
 from ..sources import module, stream
 from ._once import Once
+from ._ranks import gloo_group
 
 _LOG = logging.getLogger("weightsync")
 
@@ -101,7 +102,7 @@ class WeightSyncCallback(TrainerCallback):
 
     def _ready(self) -> Publisher:
         if self._publisher is None:
-            self._publisher = Publisher.from_env(_group())
+            self._publisher = Publisher.from_env(gloo_group())
         return self._publisher
 
     def _source(self, model: Any) -> Source:
@@ -249,13 +250,3 @@ def _base(model: Any) -> Iterator[tuple[str, Any]]:
 def _described(tensor: Any) -> tuple[str, tuple[int, ...]]:
     dtype, shape = describe(tensor)
     return dtype, tuple(shape)
-
-
-def _group() -> Any:
-    """All ranks, where there are several."""
-    with contextlib.suppress(ImportError):
-        import torch.distributed as dist
-
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            return dist.new_group(backend="gloo")
-    return None

@@ -2,8 +2,10 @@
 
     actor_rollout_ref.rollout.checkpoint_engine.backend=weightsync
     actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=weightsync.integrations.verl
+    actor_rollout_ref.rollout.checkpoint_manager_class=weightsync.integrations.verl.WeightSyncCheckpointManager
 
-Importing this module registers the backend `weightsync`. See docs/integrations/verl.md.
+Importing this module registers the backend `weightsync`. The manager leaves verl's replicas alone, which verl's own does not. See
+docs/integrations/verl.md.
 """
 
 from __future__ import annotations
@@ -11,15 +13,19 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
-from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
+import ray
+from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineManager, CheckpointEngineRegistry
+from verl.utils.ray_utils import auto_await
 
 from ..errors import SourceFailed
 from ..publisher import Publisher
 from ..result import Result
 from ._once import Once
 
+BACKEND = "weightsync"
 
-@CheckpointEngineRegistry.register("weightsync")
+
+@CheckpointEngineRegistry.register(BACKEND)
 class WeightSyncCheckpointEngine(CheckpointEngine):
     """verl's interface, by which all actor ranks send and the rollout's workers receive nothing: the engines' agents receive.
 
@@ -56,14 +62,21 @@ class WeightSyncCheckpointEngine(CheckpointEngine):
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Actors have their ranks; rollouts have none."""
-        actors = {"rank": list(range(actor_wg_world_size)), "actors": [actor_wg_world_size] * actor_wg_world_size}
-        rollouts = {"rank": [-1] * rollout_world_size, "actors": [actor_wg_world_size] * rollout_world_size}
-        return actors, rollouts
+        """Actors have their ranks.
+
+        Rollout workers are refused. verl would have them finish a load of weights that did not come, while the agents load: what vLLM does
+        after a load changes weights that it was done to before.
+        """
+        if rollout_world_size > 0:
+            raise RuntimeError(
+                "the engines' agents load the weights, not verl's rollout workers: set actor_rollout_ref.rollout.checkpoint_manager_class="
+                "weightsync.integrations.verl.WeightSyncCheckpointManager"
+            )
+        return {"rank": list(range(actor_wg_world_size)), "actors": [actor_wg_world_size] * actor_wg_world_size}, {}
 
     def init_process_group(self, rank: int, actors: int) -> None:
         """Once: the actors' own group (gloo) and the publisher are kept for all steps."""
-        if rank < 0 or self._publisher is not None:
+        if self._publisher is not None:
             return
         group = None
         if actors > 1:
@@ -100,5 +113,26 @@ class WeightSyncCheckpointEngine(CheckpointEngine):
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, Any]]:
         """Nothing comes this way: the engine's agent loads the version."""
-        return
+        raise RuntimeError("the engine's agent loads the weights, not verl's rollout worker")
         yield ("", None)
+
+
+class WeightSyncCheckpointManager(CheckpointEngineManager):
+    """verl's manager, with an update that calls the actors alone.
+
+    verl's own aborts requests, puts engines to sleep and calls a worker of every replica; a dead one ends the training. Here the agents
+    pause and load their engines, as many as there are at that moment. Other backends (`naive`) are verl's business as before.
+    """
+
+    @auto_await
+    async def update_weights(self, global_steps: int | None = None) -> dict[str, Any]:
+        """Publishes one version from all actor ranks; the metrics are those of the actors."""
+        if self.backend != BACKEND:
+            metrics: dict[str, Any] = await super().update_weights(global_steps=global_steps)
+            return metrics
+        actors = self.actor_wg
+        places, _ = self.backend_cls.build_topology(actors.world_size, 0, [])
+        ray.get(actors.execute_checkpoint_engine(method=["init_process_group"] * actors.world_size, **places))
+        results = ray.get(actors.update_weights(global_steps=global_steps, mode=self.backend))
+        ray.get(actors.execute_checkpoint_engine(["finalize"] * actors.world_size))
+        return {name: value for result in results if isinstance(result, dict) for name, value in result.items()}
