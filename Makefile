@@ -150,7 +150,7 @@ python-test: venv programs ## Check and test the Python client
 	venv=$$($(CLUSTER)/vllm-venv.sh --print); cd python; PYTHONPATH=$$PWD "$$venv/bin/python" -m pytest -q tests
 
 .PHONY: upstream-test
-upstream-test: venv programs ## Run a framework's own classes against the client (FRAMEWORK=trl, verl, vllm, or "xtuner DIR"): downloads them
+upstream-test: venv programs ## Run a framework's own classes against the client (FRAMEWORK=trl, verl, vllm, "xtuner DIR" or "slime DIR"): downloads them
 	tests/tools/upstream.sh $(FRAMEWORK)
 
 .PHONY: chart-lint

@@ -3,14 +3,15 @@
 #
 #   tests/tools/upstream.sh trl             TRL's AsyncGRPOTrainer
 #   tests/tools/upstream.sh verl            verl's manager and worker groups, with Ray
-#   tests/tools/upstream.sh vllm            the trainer interface of the newest vLLM, which has no wheel for CPU: its Python files alone
+#   tests/tools/upstream.sh vllm            the trainer interface of vLLM 0.33, which has no wheel for CPU: its Python files alone
 #   tests/tools/upstream.sh xtuner DIR      XTuner's WeightUpdater from a checkout
+#   tests/tools/upstream.sh slime DIR       slime's UpdateWeightFromDisk from a checkout
 #
 # What they need is installed over the virtual environment of vllm-venv.sh, once. The programs must be built (`make programs`).
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../cluster/lib.sh"
 
-usage="usage: upstream.sh trl | verl | vllm | xtuner DIR"
+usage="usage: upstream.sh trl | verl | vllm | xtuner DIR | slime DIR"
 framework=${1:?$usage}
 tests=$here/../../python/tests
 venv=$("$here/vllm-venv.sh" --print)
@@ -52,6 +53,12 @@ xtuner)
   python=$(layer ray==2.60.0 cyclopts==5.5.2 mmengine==0.10.7 more-itertools datasets==5.2.0)
   path=$path:$(realpath "$checkout")
   test=upstream/xtuner_updater.py
+  ;;
+slime)
+  checkout=${2:?$usage}
+  python=$(layer ray==2.60.0)
+  path=$path:$(realpath "$checkout")
+  test=upstream/slime_disk.py
   ;;
 *)
   die "$usage"
