@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run a framework's own classes against WeightSync, from its wheel or checkout, on a CPU.
 #
-#   tests/tools/upstream.sh trl             TRL's AsyncGRPOTrainer
+#   tests/tools/upstream.sh trl             TRL's AsyncGRPOTrainer and GRPOTrainer
 #   tests/tools/upstream.sh verl            verl's manager and worker groups, with Ray
 #   tests/tools/upstream.sh vllm            the trainer interface of vLLM 0.33, which has no wheel for CPU: its Python files alone
 #   tests/tools/upstream.sh xtuner DIR      XTuner's WeightUpdater from a checkout
@@ -33,7 +33,7 @@ layer() {
 case $framework in
 trl)
   python=$(layer trl==1.16.0 accelerate==1.15.0 datasets==5.2.0)
-  test=upstream/trl_async_grpo.py
+  test=upstream/trl_trainers.py
   ;;
 verl)
   python=$(layer verl==0.9.1 ray==2.60.0)

@@ -1,12 +1,14 @@
-"""TRL's own `AsyncGRPOTrainer` trains on a CPU and sends its weights through `WeightSyncTransfer`. Run by tests/tools/upstream.sh.
+"""TRL's own `AsyncGRPOTrainer` and `GRPOTrainer` train on a CPU and send their weights through WeightSync. Run by tests/tools/upstream.sh.
 
-Its constructor, its callbacks, its loop, its loss and its sync are TRL's. Not TRL's: who generates (a worker of its `RolloutWorkerProtocol`
-with fixed samples), and the attention kernel, which is for GPUs only.
+Constructors, callbacks, loops, losses and syncs are TRL's. Not TRL's: what is generated (fixed samples), and the attention kernel of
+`AsyncGRPOTrainer`, which is for GPUs only.
 """
 
 from __future__ import annotations
 
+import http.server
 import queue
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,11 +20,13 @@ import torch
 import transformers
 from conftest import LIMIT, Agent
 from safetensors.torch import load_file
+from trl import GRPOConfig, GRPOTrainer
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+from trl.generation.vllm_client import VLLMClient
 
 import weightsync
-from weightsync.integrations.trl import WeightSyncTransfer
+from weightsync.integrations.trl import WeightSyncCallback, WeightSyncTransfer, without_communicator
 
 STEPS = 3
 
@@ -151,3 +155,84 @@ def test_trainer_goes_on_after_the_versions_of_an_earlier_one(trainer_of: Any, a
     ours = transfer(agent)
     trainer_of(ours, Worker()).train()
     assert [result.version for result in ours.results] == [42, 43, 44, 45]
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """A server of one model that refuses every change, TRL's group with it too."""
+
+    changes: list[str] = []  # noqa: RUF012, of all requests
+
+    def do_GET(self) -> None:
+        body = b'{"data": [{"id": "m"}], "vllm_config": {"model_config": {"logprobs_mode": "processed_logprobs"}}}'
+        known = ("/health", "/v1/models", "/server_info")
+        self.send_response(200 if self.path.partition("?")[0].rstrip("/") in known else 404)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_POST(self) -> None:
+        self.changes.append(self.path)
+        self.send_response(400)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    """Its URL."""
+    running = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=running.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{running.server_port}"
+    running.shutdown()
+    running.server_close()
+
+
+def generated(client: VLLMClient, prompts: list[list[int]], n: int = 1, **_: Any) -> dict[str, Any]:
+    """As the server's answers come out of TRL's client."""
+    completions = [[1 + (number + at) % 30 for at in range(4)] for number in range(n * len(prompts))]
+    return {
+        "prompt_ids": prompts,
+        "completion_ids": completions,
+        "logprobs": [[[-3.0]] * 4 for _ in completions],
+        "logprob_token_ids": [[[token] for token in ids] for ids in completions],
+    }
+
+
+def test_grpo_in_server_mode_publishes_what_it_would_broadcast(
+    model: Path, server: str, agent: Agent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    monkeypatch.setattr(VLLMClient, "generate", generated)
+    settings = GRPOConfig(
+        str(tmp_path / "out"),
+        use_vllm=True,
+        vllm_mode="server",
+        vllm_server_base_url=server,
+        max_steps=STEPS,
+        per_device_train_batch_size=2,
+        num_generations=2,
+        max_completion_length=4,
+        learning_rate=0.1,
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+    )
+    rows = datasets.Dataset.from_dict({"prompt": ["w1"] * 8})
+    callback = WeightSyncCallback(weightsync.Publisher.from_env(socket=agent.socket, connect_timeout=5), strict=True, timeout=LIMIT)
+
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        return [float(number) for number in range(len(completions))]
+
+    with without_communicator():
+        trainer = GRPOTrainer(str(model), reward, settings, rows, callbacks=[callback])
+    callback.serve(trainer)
+    trainer.train()
+    # Before each step's generation, as TRL does it.
+    assert [result.version for result in callback.results] == list(range(STEPS))
+    first, last = load_file(agent.file(0)), load_file(agent.file(STEPS - 1))
+    assert first.keys() == {name for name, _ in trainer.model.named_parameters()}
+    assert not torch.equal(first["model.norm.weight"], last["model.norm.weight"])
+    assert Handler.changes == [], "TRL changes nothing in the server"
