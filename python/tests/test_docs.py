@@ -75,7 +75,7 @@ def test_every_block_of_python_runs_as_written(code: str, names: dict[str, Any],
 def test_there_are_as_many_blocks_as_the_page_has() -> None:
     fences = re.findall(r"^```(\w*)$", TEXT, re.MULTILINE)
     # Each block has two fences; the closing one names no language.
-    assert fences[::2] == ["python", "", "python", "python", "python", "python", "python", "python", "python", "python", "console"]
+    assert fences[::2] == ["python", "text", "python", "python", "python", "python", "python", "python", "python", "python", "console"]
 
 
 def test_publish_result_and_printed_output_are_as_documented(programs: Path, tmp_path: Path) -> None:
@@ -84,8 +84,8 @@ def test_publish_result_and_printed_output_are_as_documented(programs: Path, tmp
         with weightsync.Publisher.from_env(socket=group.socket, connect_timeout=LIMIT) as publisher:
             group.wait_for_both(publisher)
             result = publisher.publish(dict(tensors(3)), version=3, timeout=LIMIT)
-        # The first fence without a language is what `publish` returns.
-        (shown,) = re.findall(r"^```\n(Result.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+        # The fence of text is what `publish` returns.
+        (shown,) = re.findall(r"^```text\n(Result.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
         assert shape(repr(result)) == shape(shown)
         (tmp_path / "model").mkdir()
         safetensors.numpy.save_file(dict(tensors(4)), tmp_path / "model" / "model.safetensors")
