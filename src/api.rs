@@ -12,6 +12,7 @@
 mod canary;
 mod convert;
 mod crd;
+mod document;
 mod pods;
 mod policy;
 mod pool;
@@ -26,6 +27,7 @@ pub use canary::Canary;
 #[cfg(test)]
 pub use crd::prune;
 pub use crd::{crd, crd_yaml, schema, unknown_fields};
+pub use document::{DocumentError, check_version, read_document};
 pub use pods::{CONTAINER_ANNOTATION, container_name, not_ready, pod_facts};
 pub use policy::{
     Agent, BeforeFirstVersion, Digest, Health, Join, KvCache, Launch, Membership, NCCL_ENV, OnWedged, Pause, Preflight, Readiness,

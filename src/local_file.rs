@@ -10,7 +10,8 @@ use kube::ResourceExt;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::api::{EngineKind, GROUP, OnWedged, Pool, VERSION, WeightSync, schema, unknown_fields, validate};
+use crate::api::{DocumentError, EngineKind, OnWedged, Pool, WeightSync, check_version, read_document, validate};
+use weightsync_coordinator::local::default_policy;
 use weightsync_core::protocol::UpdatePolicy;
 
 /// The kind of the document with the processes.
@@ -109,8 +110,9 @@ impl LocalFiles {
                 }
             }
         }
-        let object = weightsync(only(objects, "WeightSync")?)?;
+        let object = weightsync(&only(objects, "WeightSync")?)?;
         let processes = only(processes, PROCESSES)?;
+        check_version(PROCESSES, &processes).map_err(with_cause)?;
         let processes: LocalProcesses = serde_json::from_value(processes).map_err(|error| format!("{PROCESSES}: {error}"))?;
         let rollouts = check(&object, &processes)?;
         Ok(Self { object, processes, rollouts })
@@ -123,10 +125,13 @@ impl LocalFiles {
 
     /// The rules of updates, with the defaults of one host: no TLS between processes, and no measuring of a network that is not there.
     pub fn policy(&self) -> UpdatePolicy {
-        let mut spec = self.object.spec.clone();
-        spec.transport.tls.get_or_insert(false);
-        spec.transport.preflight.get_or_insert(crate::api::Preflight::Off);
-        spec.update_policy(u32::try_from(self.rollouts.len()).unwrap_or(u32::MAX))
+        let (spec, usual) = (&self.object.spec, default_policy());
+        let mut policy = spec.update_policy(u32::try_from(self.rollouts.len()).unwrap_or(u32::MAX));
+        policy.data_tls = spec.transport.tls.unwrap_or(usual.data_tls);
+        if spec.transport.preflight.is_none() {
+            policy.transport.preflight = usual.transport.preflight;
+        }
+        policy
     }
 }
 
@@ -138,18 +143,15 @@ fn only(mut documents: Vec<Value>, kind: &str) -> Result<Value, String> {
     }
 }
 
-fn api_version(kind: &str, version: &str) -> Result<(), String> {
-    let known = format!("{GROUP}/{VERSION}");
-    if version == known { Ok(()) } else { Err(format!("a {kind} has the apiVersion {known}, not {version:?}")) }
+fn with_cause(error: DocumentError) -> String {
+    format!("{:#}", anyhow::Error::new(error))
 }
 
-fn weightsync(document: Value) -> Result<WeightSync, String> {
-    api_version("WeightSync", document.get("apiVersion").and_then(Value::as_str).unwrap_or_default())?;
-    let schema = schema().map_err(|error| error.to_string())?;
-    if let Some(field) = unknown_fields(&schema, &document).first() {
+fn weightsync(document: &Value) -> Result<WeightSync, String> {
+    let (object, unknown) = read_document(document).map_err(with_cause)?;
+    if let Some(field) = unknown.first() {
         return Err(format!("{field}: no such field"));
     }
-    let object: WeightSync = serde_json::from_value(document).map_err(|error| format!("WeightSync: {error}"))?;
     if let Some(problem) = validate(&object.spec).first() {
         return Err(problem.to_string());
     }
@@ -167,7 +169,6 @@ fn weightsync(document: Value) -> Result<WeightSync, String> {
 
 /// Checks the processes against the object; returns the rollouts in the order of their ranks.
 fn check(object: &WeightSync, processes: &LocalProcesses) -> Result<Vec<Rollout>, String> {
-    api_version(PROCESSES, &processes.api_version)?;
     plain("metadata.name", &object.name_any())?;
     plain("trainer.name", &processes.trainer.name)?;
     if processes.rollouts.is_empty() {

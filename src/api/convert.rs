@@ -5,8 +5,8 @@ use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 use kube::ResourceExt;
 
 use super::{
-    BeforeFirstVersion, Digest, Join, KvCache, Launch, Pause, PodSelector, Pool, SelectorOperator, Trainer, Transport, TransportType,
-    WeightSync, WeightSyncSpec,
+    BeforeFirstVersion, Digest, Join, KvCache, Launch, Pause, PodSelector, Pool, Replica, SelectorOperator, Trainer, Transport,
+    TransportType, WeightSync, WeightSyncSpec,
 };
 use weightsync_core::membership::JoinPolicy;
 use weightsync_core::plan::{GroupSpec, Operator, Order, PoolSpec, Requirement, Selector, TrainerSpec, WeightSyncRef};
@@ -185,7 +185,7 @@ impl Pool {
         let group = (self.replica.pods != 1).then(|| GroupSpec {
             pods: count(self.replica.pods),
             label: self.replica.group_label.clone(),
-            head: self.replica.head_labels.clone(),
+            head: self.replica.head(),
         });
         PoolSpec {
             name: self.name.clone(),
@@ -196,6 +196,13 @@ impl Pool {
             group,
             order: order(self.order.as_ref()),
         }
+    }
+}
+
+impl Replica {
+    /// Selects the head among the pods of a replica.
+    pub fn head(&self) -> Selector {
+        Selector { labels: self.head_labels.clone(), requirements: Vec::new() }
     }
 }
 

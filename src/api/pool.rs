@@ -115,6 +115,7 @@ pub struct Replica {
 
 impl EngineKind {
     /// All kinds, in the order of the documentation.
+    #[cfg(test)]
     pub const ALL: [Self; 4] = [Self::Vllm, Self::Sglang, Self::Lmdeploy, Self::Fastdeploy];
 
     /// The name in the agents' protocol, on command lines and in metrics.

@@ -176,7 +176,7 @@ fn claims(object: &WeightSync, pods: &[PodFacts]) -> HashMap<String, Assignment>
         let assignment = if is_trainer(object, &pod.labels) {
             wanted(Role::Source, Vec::new())
         } else if let Some(pool) = pool_of(object, &pod.labels) {
-            let head = pool.replica.pods == 1 || pool.replica.head_labels.iter().all(|(label, value)| pod.labels.get(label) == Some(value));
+            let head = pool.replica.pods == 1 || pool.replica.head().matches(&pod.labels);
             wanted(Role::Rollout, if head { WeightSyncSpec::engines(pool) } else { Vec::new() })
         } else {
             continue;

@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 
 use super::least;
 use crate::api::{EngineKind, WeightSync, WeightSyncSpec};
-use weightsync_core::plan::{GroupSpec, Operator, Order};
+use weightsync_core::plan::{GroupSpec, Operator, Order, Selector};
 use weightsync_core::protocol::{EngineAssignment, KvCachePolicy, PausePolicy, TransportWish};
 
 fn object(spec: Value) -> WeightSync {
@@ -111,6 +111,7 @@ fn nothing_is_retained_in_an_ephemeral_container() {
 
 #[test]
 fn pod_group_defaults_to_leader_worker_set_labels() {
+    let head = |label: &str, value: &str| Selector { labels: [(label.to_owned(), value.to_owned())].into(), ..Selector::default() };
     let group = |replica: Value| pool(json!({"replica": replica})).spec.plan_pools()[0].group.clone();
     assert_eq!(group(json!({"pods": 1})), None);
     assert_eq!(
@@ -118,11 +119,11 @@ fn pod_group_defaults_to_leader_worker_set_labels() {
         Some(GroupSpec {
             pods: 2,
             label: "leaderworkerset.sigs.k8s.io/group-key".to_owned(),
-            head: [("leaderworkerset.sigs.k8s.io/worker-index".to_owned(), "0".to_owned())].into(),
+            head: head("leaderworkerset.sigs.k8s.io/worker-index", "0"),
         })
     );
     let own = group(json!({"pods": 3, "groupLabel": "g", "headLabels": {"role": "head"}})).unwrap();
-    assert_eq!((own.label.as_str(), own.head), ("g", [("role".to_owned(), "head".to_owned())].into()));
+    assert_eq!((own.label.as_str(), own.head), ("g", head("role", "head")));
 }
 
 #[test]

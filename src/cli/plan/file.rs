@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use super::super::manifests;
 use super::expand;
-use crate::api::{GROUP, VERSION, WeightSync, not_ready, pod_facts, schema, unknown_fields};
+use crate::api::{WeightSync, not_ready, pod_facts, read_document};
 use weightsync_core::plan::{PodFacts, PodPhase};
 
 #[derive(Default)]
@@ -40,9 +40,8 @@ impl Manifests {
 
     fn take(&mut self, document: Value) -> anyhow::Result<()> {
         let kind = document.get("kind").and_then(Value::as_str).unwrap_or_default().to_owned();
-        let version = document.get("apiVersion").and_then(Value::as_str).unwrap_or_default().to_owned();
         if kind == "WeightSync" {
-            return self.take_object(&version, &document);
+            return self.take_object(&document);
         }
         if kind.ends_with("List") {
             let items = document.get("items").and_then(Value::as_array).cloned().unwrap_or_default();
@@ -53,12 +52,8 @@ impl Manifests {
         Ok(())
     }
 
-    fn take_object(&mut self, version: &str, document: &Value) -> anyhow::Result<()> {
-        if version != format!("{GROUP}/{VERSION}") {
-            return Err(anyhow!("a WeightSync has the apiVersion {GROUP}/{VERSION}, not {version:?}"));
-        }
-        let object: WeightSync = serde_json::from_value(document.clone()).context("the WeightSync cannot be read")?;
-        let unknown = unknown_fields(&schema()?, document);
+    fn take_object(&mut self, document: &Value) -> anyhow::Result<()> {
+        let (object, unknown) = read_document(document)?;
         let namespace = object.metadata.namespace.clone().unwrap_or_else(|| "default".to_owned());
         self.objects.push(Read { object, namespace, unknown });
         Ok(())

@@ -90,8 +90,8 @@ pub struct GroupSpec {
     pub pods: u32,
     /// Label with one value on all pods of a replica.
     pub label: String,
-    /// Labels of the head, where the engine's server and the agent are.
-    pub head: BTreeMap<String, String>,
+    /// Selects the head among its pods, where the engine's server and the agent are.
+    pub head: Selector,
 }
 
 /// An order of pods.

@@ -116,7 +116,7 @@ fn pod_left_out(pool: &PoolSpec, pod: &PodFacts, code: LeftOutCode, message: Str
 
 /// The head and all pods of a group (head first), or what the group lacks.
 fn whole<'a>(spec: &GroupSpec, group: &str, pods: &[&'a PodFacts]) -> Result<(&'a PodFacts, Vec<PodRef>), (LeftOutCode, String)> {
-    let is_head = |pod: &PodFacts| spec.head.iter().all(|(label, value)| pod.labels.get(label) == Some(value));
+    let is_head = |pod: &PodFacts| spec.head.matches(&pod.labels);
     let mut live: Vec<&'a PodFacts> = pods.iter().copied().filter(|pod| pod.is_live()).collect();
     let gone = pods.len() - live.len();
     let wanted = spec.pods as usize;
@@ -142,7 +142,7 @@ fn whole<'a>(spec: &GroupSpec, group: &str, pods: &[&'a PodFacts]) -> Result<(&'
     let mut heads = live.iter().copied().filter(|pod| is_head(pod));
     let (Some(head), None) = (heads.next(), heads.next()) else {
         let count = live.iter().filter(|pod| is_head(pod)).count();
-        let labels: Vec<_> = spec.head.iter().map(|(label, value)| format!("{label}={value}")).collect();
+        let labels: Vec<_> = spec.head.labels.iter().map(|(label, value)| format!("{label}={value}")).collect();
         let message = format!("group {group}: {count} pods have the labels {}, the head must be one", labels.join(", "));
         return Err((LeftOutCode::HeadUnclear, message));
     };

@@ -32,7 +32,7 @@ fn a_group_of_pods_is_one_replica_with_its_head_first() {
 #[test]
 fn the_head_stands_first_wherever_its_name_would_stand() {
     let mut spec = grouped(3);
-    spec.group.as_mut().unwrap().head.insert("worker".to_owned(), "2".to_owned());
+    spec.group.as_mut().unwrap().head = selector("worker", "2");
     let plan = plan(&world(spec, [group_pod(0, 0), group_pod(0, 1), group_pod(0, 2)]));
     let pods: Vec<_> = plan.candidates[1].pods.iter().map(|pod| pod.name.as_str()).collect();
     assert_eq!(pods, ["actor-0-2", "actor-0-0", "actor-0-1"]);

@@ -50,10 +50,7 @@ pub(super) fn group_pod(group: u32, member: u32) -> PodFacts {
 }
 
 pub(super) fn grouped(pods: u32) -> PoolSpec {
-    PoolSpec {
-        group: Some(GroupSpec { pods, label: "group".to_owned(), head: BTreeMap::from([("worker".to_owned(), "0".to_owned())]) }),
-        ..pool()
-    }
+    PoolSpec { group: Some(GroupSpec { pods, label: "group".to_owned(), head: selector("worker", "0") }), ..pool() }
 }
 
 pub(super) fn pool() -> PoolSpec {
