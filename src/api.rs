@@ -13,6 +13,7 @@ mod canary;
 mod convert;
 mod crd;
 mod document;
+mod engine_kind;
 mod pods;
 mod policy;
 mod pool;
@@ -28,12 +29,13 @@ pub use canary::Canary;
 pub use crd::prune;
 pub use crd::{crd, crd_yaml, schema, unknown_fields};
 pub use document::{DocumentError, check_version, read_document};
+pub use engine_kind::EngineKind;
 pub use pods::{CONTAINER_ANNOTATION, container_name, not_ready, pod_facts};
 pub use policy::{
     Agent, BeforeFirstVersion, Digest, Health, Join, KvCache, Launch, Membership, NCCL_ENV, OnWedged, Pause, Preflight, Readiness,
     Transport, TransportType, Update,
 };
-pub use pool::{Engine, EngineKind, Pool, Replica, SecretKey};
+pub use pool::{Engine, Pool, Replica, SecretKey};
 pub use selector::{PodSelector, SelectorOperator, SelectorRequirement};
 pub use spec::{Delivery, Order, Trainer, WeightSync, WeightSyncSpec};
 pub use status::{

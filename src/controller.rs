@@ -21,7 +21,6 @@ mod ephemeral;
 mod epoch_store;
 mod events;
 mod failures;
-mod history;
 mod hold;
 mod launch;
 mod lease;

@@ -36,6 +36,27 @@ fn share(wanted: &IntOrString, total: u32, divide: fn(u64, u64) -> u64) -> u32 {
     }
 }
 
+impl From<Pause> for PausePolicy {
+    fn from(pause: Pause) -> Self {
+        match pause {
+            Pause::Keep => Self::Keep,
+            Pause::Drain => Self::Drain,
+            Pause::Abort => Self::Abort,
+            Pause::AbortAwake => Self::AbortAwake,
+            Pause::External => Self::External,
+        }
+    }
+}
+
+impl From<KvCache> for KvCachePolicy {
+    fn from(kv_cache: KvCache) -> Self {
+        match kv_cache {
+            KvCache::Keep => Self::Keep,
+            KvCache::Reset => Self::Reset,
+        }
+    }
+}
+
 impl WeightSync {
     pub fn plan_ref(&self) -> WeightSyncRef {
         let created = self.metadata.creation_timestamp.as_ref().map_or(0, |time| time.0.as_millisecond());
@@ -77,17 +98,8 @@ impl WeightSyncSpec {
                 super::Delivery::Engine => Delivery::Engine,
                 super::Delivery::External => Delivery::External,
             },
-            pause: match self.update.pause {
-                Pause::Keep => PausePolicy::Keep,
-                Pause::Drain => PausePolicy::Drain,
-                Pause::Abort => PausePolicy::Abort,
-                Pause::AbortAwake => PausePolicy::AbortAwake,
-                Pause::External => PausePolicy::External,
-            },
-            kv_cache: match self.update.kv_cache {
-                KvCache::Keep => KvCachePolicy::Keep,
-                KvCache::Reset => KvCachePolicy::Reset,
-            },
+            pause: self.update.pause.into(),
+            kv_cache: self.update.kv_cache.into(),
             min_ready: self.min_ready(total),
             max_unavailable: self.max_unavailable(total),
             max_skew: self.membership.max_skew.and_then(|most| u64::try_from(most).ok()),

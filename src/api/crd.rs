@@ -1,4 +1,5 @@
-//! The CRD as it is installed: the output of the derive macro, without what Kubernetes does not accept in a schema.
+//! The CRD as it is installed: the output of the derive macro, without what Kubernetes does not accept in a schema, and with the rules of
+//! each engine.
 //!
 //! The macro marks `Option` fields as `nullable: true`. That would accept `null` instead of a missing field, and turn off defaults.
 
@@ -6,13 +7,17 @@ use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomRe
 use kube::CustomResourceExt;
 use serde_json::{Map, Value};
 
-use super::WeightSync;
+use super::{WeightSync, engine_kind};
+use weightsync_engine::ENGINES;
 
 /// The CRD. Use this one: `WeightSync::crd()` lacks the last steps.
 pub fn crd() -> Result<CustomResourceDefinition, serde_json::Error> {
     let mut crd = serde_json::to_value(WeightSync::crd())?;
     if let Some(schema) = crd.pointer_mut("/spec/versions/0/schema/openAPIV3Schema") {
         tidy(schema);
+        if let Some(Value::Array(rules)) = schema.pointer_mut("/properties/spec/x-kubernetes-validations") {
+            rules.extend(engine_kind::rules(ENGINES).iter().map(serde_json::to_value).collect::<Result<Vec<_>, _>>()?);
+        }
     }
     serde_json::from_value(crd)
 }

@@ -6,7 +6,8 @@ use kube::KubeSchema;
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::{Deserialize, Serialize};
 
-use super::{Order, PodSelector};
+use super::engine_kind::{described, ports_described};
+use super::{EngineKind, Order, PodSelector};
 
 /// A pool of rollouts with the same engine and settings.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
@@ -47,14 +48,12 @@ pub struct Pool {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Engine {
-    /// The kind of engine. `VLLM`: the OpenAI server, started with `VLLM_SERVER_DEV_MODE=1`. `SGLang`: its server. `LMDeploy`: its server
-    /// with the PyTorch backend; its agent must share its GPUs and see its processes, and `update.pause` must be `Abort`, `AbortAwake` or
-    /// `External`. `FastDeploy`: the OpenAI server, started with `--dynamic-load-weight --load_strategy ipc_snapshot`; its agent must be
-    /// able to write into its model directory, `update.pause` must be `Abort` and `update.kvCache` `Reset`.
+    /// The kind of engine; the schema's description lists what each needs.
+    #[schemars(description = described())]
     pub kind: EngineKind,
 
-    /// Ports of engines in the pod (at most 16); each is a separate replica. Default: the default port of the engine's kind (`VLLM` and
-    /// `FastDeploy` 8000, `SGLang` 30000, `LMDeploy` 23333).
+    /// Ports of engines in the pod; each is a separate replica. Default: the default port of the engine's kind.
+    #[schemars(description = ports_described())]
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 16), inner(range(min = 1, max = 65_535)))]
     #[x_kube(merge_strategy = ListMerge::Set)]
@@ -64,19 +63,6 @@ pub struct Engine {
     /// annotation `weightsync.dev/api-key-secret: SECRET/KEY`; otherwise it gets no agent. Default: none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub api_key_secret_ref: Option<SecretKey>,
-}
-
-/// The kind of an engine.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub enum EngineKind {
-    #[serde(rename = "VLLM")]
-    Vllm,
-    #[serde(rename = "SGLang")]
-    Sglang,
-    #[serde(rename = "LMDeploy")]
-    Lmdeploy,
-    #[serde(rename = "FastDeploy")]
-    Fastdeploy,
 }
 
 /// A key of a Secret in the object's namespace.
@@ -111,31 +97,6 @@ pub struct Replica {
     #[serde(default = "lws_leader")]
     #[schemars(schema_with = "head_labels")]
     pub head_labels: BTreeMap<String, String>,
-}
-
-impl EngineKind {
-    /// All kinds, in the order of the documentation.
-    #[cfg(test)]
-    pub const ALL: [Self; 4] = [Self::Vllm, Self::Sglang, Self::Lmdeploy, Self::Fastdeploy];
-
-    /// The name in the agents' protocol, on command lines and in metrics.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Vllm => "vllm",
-            Self::Sglang => "sglang",
-            Self::Lmdeploy => "lmdeploy",
-            Self::Fastdeploy => "fastdeploy",
-        }
-    }
-
-    /// The port on which its server listens unless it is given another one.
-    pub const fn port(self) -> i32 {
-        match self {
-            Self::Vllm | Self::Fastdeploy => 8000,
-            Self::Sglang => 30_000,
-            Self::Lmdeploy => 23_333,
-        }
-    }
 }
 
 impl Engine {

@@ -81,10 +81,6 @@ use super::{PodSelector, WeightSyncStatus};
     .message("an ephemeral container's memory is the trainer's, so nothing can be retained there: remove update.retainMiB or choose another agent.launch"))]
 #[x_kube(validation = Rule::new("self.agent.launch == 'Ephemeral' || self.rollouts.all(p, !has(p.engine.apiKeySecretRef))")
     .message("apiKeySecretRef works with agent.launch Ephemeral; an agent that was injected gets the key from the pod's annotation weightsync.dev/api-key-secret, an external agent from its own environment"))]
-#[x_kube(validation = Rule::new("self.update.pause in ['Abort', 'AbortAwake', 'External'] || !self.rollouts.exists(p, p.engine.kind == 'LMDeploy')")
-    .message("LMDeploy has no pause that lets running requests wait or end: set update.pause to Abort, AbortAwake or External"))]
-#[x_kube(validation = Rule::new("self.delivery != 'Engine' || self.update.pause != 'Abort' || !self.rollouts.exists(p, p.engine.kind == 'LMDeploy')")
-    .message("an LMDeploy that joins a group answers while it loads: set update.pause to AbortAwake or External, or delivery to Agent"))]
 #[x_kube(validation = Rule::new("self.delivery == 'Agent' || !has(self.membership.maxUnavailable)")
     .message("membership.maxUnavailable needs delivery Agent, where the whole version arrives before engines switch: remove it, or set delivery to Agent"))]
 #[x_kube(validation = Rule::new("!has(self.canary) || (self.delivery != 'External' && self.update.pause != 'External')")
@@ -95,8 +91,6 @@ use super::{PodSelector, WeightSyncStatus};
     .message("delivery Engine moves weights by NCCL only: set transport.type to Auto or NCCL, or delivery to Agent"))]
 #[x_kube(validation = Rule::new("self.delivery != 'External' || self.transport.type != 'GDR'")
     .message("transport GDR works between agents only: set transport.type to Auto, or delivery to Agent"))]
-#[x_kube(validation = Rule::new("(self.update.pause == 'Abort' && self.update.kvCache == 'Reset') || !self.rollouts.exists(p, p.engine.kind == 'FastDeploy')")
-    .message("FastDeploy's pause ends requests and empties caches, and it resumes by itself after an update: set update.pause to Abort and update.kvCache to Reset"))]
 pub struct WeightSyncSpec {
     /// Whether the object is suspended. `true` releases every pod: pods continue to serve their current weights, and no group is formed
     /// until it is `false` again. Default: `false`.

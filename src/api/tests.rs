@@ -11,7 +11,7 @@ mod schema;
 use serde_json::{Value, json};
 
 /// The least that a user must say.
-fn least() -> Value {
+pub(super) fn least() -> Value {
     json!({
         "apiVersion": "weightsync.dev/v1alpha1",
         "kind": "WeightSync",

@@ -1,16 +1,15 @@
 //! The rules of the CRD in code: for files that no API server has seen, and for objects that were stored before a rule came.
 //!
-//! Each rule has the words of its CEL twin, so that a user reads the same message wherever it is found. A test holds the two together.
+//! Each rule has the words of its CEL twin, so that a user reads the same message wherever it is found. A test holds the two together. Both
+//! rules of an engine are made from its description.
 
 use std::collections::BTreeSet;
 use std::fmt;
 
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 
-use super::{
-    Delivery, EngineKind, KvCache, Launch, NCCL_ENV, Order, Pause, PodSelector, Pool, SelectorOperator, Transport, TransportType,
-    WeightSyncSpec,
-};
+use super::engine_kind::broken;
+use super::{Delivery, Launch, NCCL_ENV, Order, Pause, PodSelector, Pool, SelectorOperator, Transport, TransportType, WeightSyncSpec};
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Problem {
@@ -121,23 +120,9 @@ fn is_dns_label(name: &str) -> bool {
 }
 
 fn policies(problems: &mut Problems, spec: &WeightSyncSpec) {
-    let has = |kind| spec.rollouts.iter().any(|pool| pool.engine.kind == kind);
-    let lmdeploy = has(EngineKind::Lmdeploy);
-    problems.expect(
-        !lmdeploy || matches!(spec.update.pause, Pause::Abort | Pause::AbortAwake | Pause::External),
-        "spec.update.pause",
-        "LMDeploy has no pause that lets running requests wait or end: set update.pause to Abort, AbortAwake or External",
-    );
-    problems.expect(
-        !lmdeploy || spec.delivery != Delivery::Engine || spec.update.pause != Pause::Abort,
-        "spec.update.pause",
-        "an LMDeploy that joins a group answers while it loads: set update.pause to AbortAwake or External, or delivery to Agent",
-    );
-    problems.expect(
-        !has(EngineKind::Fastdeploy) || (spec.update.pause == Pause::Abort && spec.update.kv_cache == KvCache::Reset),
-        "spec.update.pause",
-        "FastDeploy's pause ends requests and empties caches, and it resumes by itself after an update: set update.pause to Abort and update.kvCache to Reset",
-    );
+    for message in broken(spec) {
+        problems.expect(false, "spec.update", &message);
+    }
     problems.expect(
         spec.delivery != Delivery::Engine || matches!(spec.transport.kind, TransportType::Auto | TransportType::Nccl),
         "spec.delivery",

@@ -23,6 +23,9 @@ pub struct LocalArgs {
     /// Files or folders with one WeightSync and the LocalProcesses of this host (docs/local.md). Other documents are ignored.
     #[arg(short, long, required = true)]
     filename: Vec<PathBuf>,
+    /// Serve the web page of the group on 127.0.0.1 at this port; without a port, at a free one.
+    #[arg(long, value_name = "PORT", num_args = 0..=1, default_missing_value = "0")]
+    ui: Option<u16>,
     /// Output format of events: one line of text or one JSON object for each.
     #[arg(short, long, value_enum, default_value_t)]
     output: Output,
@@ -78,8 +81,14 @@ impl LocalArgs {
         let logs = spec.directory.display().to_string();
         let group = Group::start(spec).await?;
         let mut events = group.events();
-        self.tell(&json!({"event": "started", "socket": socket, "logs": logs}), || {
-            format!("started; logs in {logs}\nin the trainer: export WEIGHTSYNC_SOCKET={socket}")
+        let page = match self.ui {
+            Some(port) => Some(group.serve_page(port).await.with_context(|| format!("--ui: no page at 127.0.0.1 port {port}"))?),
+            None => None,
+        };
+        let url = page.as_ref().map(|page| &page.url);
+        self.tell(&json!({"event": "started", "socket": socket, "logs": logs, "ui": url}), || {
+            let page = url.map(|url| format!("\nweb page: {url}")).unwrap_or_default();
+            format!("started; logs in {logs}\nin the trainer: export WEIGHTSYNC_SOCKET={socket}{page}")
         });
         loop {
             tokio::select! {

@@ -15,20 +15,6 @@ use weightsync_core::membership::{MemberStanding, MembershipView};
 use weightsync_core::protocol::{Role, TransportChoice};
 use weightsync_net::metrics::Definition;
 
-/// State of a member, as a label value.
-pub(super) fn word(standing: MemberStanding) -> &'static str {
-    match standing {
-        MemberStanding::Ready => "ready",
-        MemberStanding::Updating => "updating",
-        MemberStanding::Behind => "behind",
-        MemberStanding::Dirty => "dirty",
-        MemberStanding::Unknown => "unknown",
-        MemberStanding::Forming => "forming",
-        MemberStanding::Waiting => "waiting",
-        MemberStanding::Out => "out",
-    }
-}
-
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, EncodeLabelSet)]
 struct Replica {
     state: &'static str,
@@ -75,7 +61,7 @@ impl Collector for Census {
 fn count<'a>(views: impl Iterator<Item = &'a MembershipView>) -> BTreeMap<Replica, i64> {
     let mut counts = BTreeMap::new();
     for member in views.flat_map(|view| &view.members).filter(|member| member.role == Role::Rollout) {
-        let replica = Replica { state: word(member.standing), reason: member.reason.as_str() };
+        let replica = Replica { state: member.standing.as_str(), reason: member.reason.as_str() };
         *counts.entry(replica).or_default() += 1;
     }
     counts

@@ -17,7 +17,9 @@ use tokio::sync::Notify;
 use tokio::time::timeout;
 
 use super::metrics::ControllerMetrics;
+use weightsync_coordinator::page::RecentEvents;
 use weightsync_coordinator::{CoordinatorEvent, EventSink};
+use weightsync_core::protocol::cut;
 
 /// Name under which Events are reported.
 pub const REPORTER: &str = "weightsync-controller";
@@ -116,8 +118,9 @@ impl Events {
         Self { _open: Arc::new(Open(queue.clone())), queue, metrics }
     }
 
-    pub(super) fn of(&self, regarding: ObjectReference) -> ObjectEvents {
-        ObjectEvents { events: self.clone(), regarding }
+    /// The sender of one object, whose last events `recent` keeps.
+    pub(super) fn of(&self, regarding: ObjectReference, recent: RecentEvents) -> ObjectEvents {
+        ObjectEvents { events: self.clone(), regarding, recent }
     }
 }
 
@@ -146,15 +149,10 @@ fn note(event: &CoordinatorEvent) -> String {
     }
 }
 
-/// At most `most` bytes of `text`, whole characters.
-pub(super) fn cut(text: &str, most: usize) -> String {
-    let end = (0..=most.min(text.len())).rev().find(|end| text.is_char_boundary(*end)).unwrap_or(0);
-    text.get(..end).unwrap_or_default().to_owned()
-}
-
 pub(super) struct ObjectEvents {
     events: Events,
     regarding: ObjectReference,
+    recent: RecentEvents,
 }
 
 impl ObjectEvents {
@@ -169,6 +167,7 @@ impl ObjectEvents {
             event.message
         );
         self.events.metrics.count_event(event.reason, event.warning);
+        self.recent.note(&event);
         let reported = Reported { regarding: self.regarding.clone(), related: pod, event };
         if !self.events.queue.push(reported) {
             self.events.metrics.events_lost.inc();

@@ -21,7 +21,6 @@ use super::calls::Calls;
 use super::decide::{Decided, target_container};
 use super::epoch_store::KubeEpochStore;
 use super::events::{Events, ObjectEvents};
-use super::history::{Attempt, History};
 use super::hold::HOLD;
 use super::metrics::ControllerMetrics;
 use super::object::{Object, Unreadable};
@@ -32,6 +31,7 @@ use super::traces::{Traces, Trail};
 use super::triggers::Triggers;
 use crate::api::{WeightSync, WeightSyncStatus};
 use crate::controller::lease::Leadership;
+use weightsync_coordinator::page::{Attempt, History, RecentEvent, RecentEvents};
 use weightsync_coordinator::{
     Addresses, Context, Coordinator, CoordinatorEvent, CoordinatorHandle, Directory, EventSink, Held, ProvenPod, Timing, Wanted,
 };
@@ -75,6 +75,7 @@ struct Entry {
     /// Since when a change of it waits for further ones.
     held_since: Option<Instant>,
     history: Arc<Mutex<History>>,
+    recent: RecentEvents,
     restarts: Backoff,
     restart_at: Option<Instant>,
     /// Why an earlier coordinator of it stopped deciding, until a group was formed since.
@@ -87,6 +88,7 @@ struct Entry {
 struct Kept {
     restarts: Backoff,
     history: Arc<Mutex<History>>,
+    recent: RecentEvents,
     stepped_down: Option<String>,
 }
 
@@ -120,6 +122,8 @@ pub(super) struct Seen {
     pub(super) view: MembershipView,
     /// The last updates, the latest first.
     pub(super) history: Vec<Attempt>,
+    /// The last events, the latest first.
+    pub(super) events: Vec<RecentEvent>,
 }
 
 pub(super) fn reference(object: &WeightSync) -> ObjectReference {
@@ -132,7 +136,8 @@ impl Objects {
     }
 
     pub(super) fn events_of(&self, object: &WeightSync) -> ObjectEvents {
-        self.world.events.of(reference(object))
+        let known = object.uid().and_then(|uid| self.entries.lock().get(&uid).map(|entry| entry.recent.clone()));
+        self.world.events.of(reference(object), known.unwrap_or_default())
     }
 
     /// Passes the decision to the object's coordinator, which it starts if necessary; returns the state of the group.
@@ -157,6 +162,7 @@ impl Objects {
         }
         let earlier = entries.remove(&uid);
         let history = earlier.as_ref().map(|entry| entry.history.clone()).unwrap_or_default();
+        let recent = earlier.as_ref().map(|entry| entry.recent.clone()).unwrap_or_default();
         let restored = restored(object, term, earlier.as_ref());
         let idle = |restored| Membership::new(decided.config.clone(), restored).view();
         if let Some((Reason::InvalidSpec, message)) = &decided.refused {
@@ -181,7 +187,7 @@ impl Objects {
                 return view;
             }
         }
-        let entry = self.start(object, decided, restored, Kept { restarts, history, stepped_down }, scope);
+        let entry = self.start(object, decided, restored, Kept { restarts, history, recent, stepped_down }, scope);
         self.world.directory.claim(&uid, decided.claims.clone(), Addresses::Known(decided.addresses.clone()));
         let view = entry.handle.view.borrow().clone();
         entries.insert(uid, entry);
@@ -189,7 +195,7 @@ impl Objects {
     }
 
     fn start(&self, object: &Arc<WeightSync>, decided: &Decided, restored: Restored, kept: Kept, scope: &Scope) -> Entry {
-        let Kept { restarts, history, stepped_down } = kept;
+        let Kept { restarts, history, recent, stepped_down } = kept;
         let (namespace, name) = (object.namespace().unwrap_or_default(), object.name_any());
         tracing::info!(namespace, name, epoch = restored.epoch, term = restored.term, "following a WeightSync");
         let world = &self.world;
@@ -200,7 +206,7 @@ impl Objects {
             client: world.agents.clone(),
             directory: world.directory.clone(),
             store: Arc::new(store),
-            events: Arc::new(self.events_of(object)),
+            events: Arc::new(self.world.events.of(reference(object), recent.clone())),
             timing: Timing::default(),
         };
         let handle = Coordinator::start(wanted(decided), restored, context, world.cancel.child_token());
@@ -224,6 +230,7 @@ impl Objects {
             written: None,
             held_since: None,
             history,
+            recent,
             restarts,
             restart_at: None,
             stepped_down,
@@ -320,6 +327,7 @@ impl Objects {
             status: entry.written.as_ref().map(|written| written.status.clone()).or_else(|| entry.object.status.clone()),
             view: entry.handle.view.borrow().clone(),
             history: entry.history.lock().latest(),
+            events: entry.recent.latest(),
         };
         let mut all: Vec<Seen> = self.entries.lock().values().map(seen).collect();
         all.sort_by(|a, b| (&a.namespace, &a.name).cmp(&(&b.namespace, &b.name)));

@@ -8,6 +8,7 @@ use serde_json::json;
 
 use super::calls::{ApiError, Calls};
 use super::readiness::{GATE, Verdict};
+use weightsync_core::protocol::cut;
 
 /// Field manager of WeightSync's condition on pods; an apply under this name does not touch the kubelet's conditions.
 const MANAGER: &str = "weightsync-readiness";
@@ -33,7 +34,7 @@ impl Pods {
                 "type": GATE,
                 "status": status,
                 "reason": verdict.reason.as_str(),
-                "message": super::events::cut(&verdict.message, 1024),
+                "message": cut(&verdict.message, 1024),
                 "lastTransitionTime": Timestamp::now().to_string(),
             }]},
         });

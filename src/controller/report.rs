@@ -6,7 +6,6 @@ use k8s_openapi::jiff::Timestamp;
 use serde_json::{Map, Value, json};
 
 use super::decide::Decided;
-use super::events::cut;
 use super::object::Unreadable;
 use crate::api::{
     ConditionType, EdgeStatus, EdgeVerdict, GdrDevices, GdrStatus, LONGEST_REQUEST, LastUpdate, MAX_MEMBERS, MemberStateName, MemberStatus,
@@ -15,7 +14,7 @@ use crate::api::{
 use weightsync_core::membership::{GroupStage, MemberStanding, MemberView, MembershipView};
 use weightsync_core::protocol::{
     Arrangement, EdgeOutcome, EdgeReport, GpuDevices, MOST_EDGES, MemberFabric, MemberName, PreflightReport, ProvenBy, Reason, Received,
-    Role, UpdateView,
+    Role, UpdateView, cut,
 };
 
 /// Longest message of a member, in bytes.

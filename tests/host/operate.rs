@@ -1,5 +1,7 @@
 //! Numbers and logs of agents that run: every series is defined, and what is logged changes while they run.
 
+use std::time::Duration;
+
 use serde_json::{Value, json};
 use weightsync_agent::process::METRICS;
 use weightsync_net::metrics::differences;
@@ -50,6 +52,32 @@ async fn agents_count_transfers_steps_pauses_and_outcomes_of_updates() {
         assert!(value(&text, "weightsync_process_resident_memory_bytes").unwrap() > 1e6, "{text}");
         assert!(value(&text, "weightsync_process_open_files").unwrap() > 3.0, "{text}");
     }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn web_page_of_local_shows_transfers_updates_and_events() {
+    let world = World::start(json!({}), [Actor::new(), Actor::new()]).await;
+    world.until_ready(2).await;
+    world.publish(&Model::small(1).save(&world.folder().join("v1")), 1, &[]).await.done();
+    let page = world.web_page();
+    let http = reqwest::Client::builder().no_proxy().timeout(Duration::from_secs(5)).build().unwrap();
+    let ask = |path: &str| http.get(format!("{page}{path}")).send();
+    assert!(ask("").await.unwrap().text().await.unwrap().contains("app.js"));
+    let arrived = || async {
+        let state: Value = ask("state").await.unwrap().json().await.unwrap();
+        let object = &state["objects"][0];
+        let members = object["members"].as_array().unwrap();
+        let measured = members.iter().filter(|member| member["from"].is_string() && member["rate"].as_u64() > Some(0)).count();
+        let update = &object["updates"][0];
+        measured == 2
+            && object["ready"] == 2
+            && (&update["phase"], update["received"].as_array().map(Vec::len)) == (&json!("Done"), Some(2))
+            && object["events"].as_array().unwrap().iter().any(|event| event["reason"] == "GroupFormed")
+    };
+    until("the page to show the update", arrived).await;
+    // A web site that resolves its name to this address does not see it.
+    let stranger = http.get(format!("{page}state")).header("host", "evil.example").send().await.unwrap();
+    assert_eq!(stranger.status(), 403);
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -223,6 +223,13 @@ impl World {
         Pid::from_raw(i32::try_from(self.local.id().unwrap()).unwrap()).unwrap()
     }
 
+    /// Address of the web page.
+    pub fn web_page(&self) -> String {
+        let events = self.events.borrow();
+        let started = events.iter().rev().find(|event| event["event"] == "started").unwrap();
+        started["ui"].as_str().unwrap().to_owned()
+    }
+
     /// Kills the program that started the group, and nothing else.
     pub fn kill(&self) {
         kill_process(self.coordinator(), Signal::KILL).unwrap();
@@ -423,6 +430,8 @@ fn start_local(program: &Path, folder: &Path, environment: &[(&'static str, Stri
     let mut local = Command::new(program)
         .args(["local", "--output", "json"])
         .args(files::arguments(folder))
+        // An earlier build has no page.
+        .args((program == Path::new(PROGRAM)).then_some("--ui"))
         .envs(environment.iter().cloned())
         .stdout(Stdio::piped())
         .stderr(std::fs::File::options().create(true).append(true).open(folder.join("local.log")).unwrap())

@@ -12,6 +12,7 @@ mod common_change;
 mod directory;
 mod enrollment;
 pub mod local;
+pub mod page;
 mod ports;
 mod run;
 mod statements;

@@ -6,6 +6,7 @@
 
 mod group;
 pub mod guard;
+mod page;
 mod pod;
 mod port;
 mod process;
@@ -14,6 +15,7 @@ mod store;
 mod supervisor;
 
 pub use group::{Group, GroupError, GroupSpec};
+pub use page::PageServer;
 pub use pod::{EngineProgram, PodSpec};
 pub use port::free_port;
 

@@ -211,7 +211,7 @@ impl<S: Server> Engine for Adapter<S> {
     }
 
     fn accepts(&self, pause: PausePolicy, kv_cache: KvCachePolicy) -> Result<(), EngineError> {
-        self.0.server.accepts(pause, kv_cache)
+        self.0.server.descriptor().accepts(pause, kv_cache)
     }
 
     fn takes_directories(&self) -> Result<(), EngineError> {

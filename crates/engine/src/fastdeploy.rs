@@ -26,6 +26,7 @@ use self::started::{START, Strategy, no_way};
 use self::steps::Step;
 use super::adapter::Adapter;
 use super::canary::{self, LogProbs};
+use super::descriptor::{EngineDescriptor, Limit};
 use super::device::DeviceRoute;
 use super::feed::{Feed, FeedJob};
 use super::fit::{self, Fit};
@@ -44,7 +45,24 @@ const NEWER: &str = "use FastDeploy 2.6 or newer";
 /// After this time the engine stops waiting for its workers and returns an error (`_call_worker(control_request, 60)`).
 const WORKERS: Duration = Duration::from_secs(60);
 
-pub(super) fn connect(config: EngineConfig) -> Result<Arc<dyn Engine>, EngineError> {
+/// What is known of it before a server runs.
+pub(super) const ENGINE: EngineDescriptor = EngineDescriptor {
+    kind: KIND,
+    api_kind: "FastDeploy",
+    port: PORT,
+    needs: "the OpenAI server, started with `--dynamic-load-weight --load_strategy ipc_snapshot`; its agent must be able to write into its \
+            model directory, `update.pause` must be `Abort` and `update.kvCache` `Reset`",
+    limits: &[Limit {
+        in_groups: false,
+        pauses: &[PausePolicy::Abort],
+        kv_caches: &[KvCachePolicy::Reset],
+        cause: "FastDeploy's pause ends requests and empties caches, and it resumes by itself after an update",
+        next_step: "set update.pause to Abort and update.kvCache to Reset",
+    }],
+    connect,
+};
+
+fn connect(config: EngineConfig) -> Result<Arc<dyn Engine>, EngineError> {
     let server = Fastdeploy {
         http: Arc::new(EngineHttp::new(&config)?),
         record: Record::new(config.record),
@@ -184,26 +202,12 @@ fn unsupported(what: String, next_step: &str) -> EngineError {
 
 #[async_trait]
 impl Server for Fastdeploy {
-    fn kind(&self) -> &'static str {
-        KIND
+    fn descriptor(&self) -> &'static EngineDescriptor {
+        &ENGINE
     }
 
     fn url(&self) -> &str {
         self.http.url()
-    }
-
-    fn accepts(&self, pause: PausePolicy, kv_cache: KvCachePolicy) -> Result<(), EngineError> {
-        if pause != PausePolicy::Abort {
-            let what = match pause {
-                PausePolicy::External => "FastDeploy resumes by itself after an update, so a pause by the trainer would not hold",
-                _ => "FastDeploy's pause ends running requests",
-            };
-            return Err(unsupported(what.into(), "set spec.update.pause to Abort for this pool"));
-        }
-        if kv_cache == KvCachePolicy::Keep {
-            return Err(unsupported("FastDeploy's pause empties the caches".into(), "set spec.update.kvCache to Reset for this pool"));
-        }
-        Ok(())
     }
 
     fn takes_directories(&self) -> Result<(), EngineError> {

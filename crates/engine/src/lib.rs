@@ -12,6 +12,7 @@ mod adapter;
 mod canary;
 mod checkpoint_engine;
 mod checksums;
+mod descriptor;
 mod device;
 pub mod draft;
 mod evidence;
@@ -44,6 +45,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use tokio_util::sync::CancellationToken;
 
+pub use descriptor::{Connect, EngineDescriptor, Limit};
 pub use device::{DeviceBucket, DeviceInstall, DeviceJob, DevicePlace, DeviceRoute, Released};
 pub use draft::DraftWay;
 pub use external::{External, ExternalMark, ExternalProof};
@@ -393,24 +395,25 @@ pub struct EngineConfig {
     pub unproven_routes: bool,
 }
 
-type Connect = fn(EngineConfig) -> Result<Arc<dyn Engine>, EngineError>;
-
-/// All engines. To add one: a file, and a line here.
-const ENGINES: &[(&str, Connect)] =
-    &[("vllm", vllm::connect), ("sglang", sglang::connect), ("lmdeploy", lmdeploy::connect), ("fastdeploy", fastdeploy::connect)];
+/// All engines, in the order of the documentation. To add one: a file, and a line here.
+pub const ENGINES: &[&EngineDescriptor] = &[&vllm::ENGINE, &sglang::ENGINE, &lmdeploy::ENGINE, &fastdeploy::ENGINE];
 
 /// Names of all engine kinds.
 pub fn kinds() -> impl Iterator<Item = &'static str> {
-    ENGINES.iter().map(|(kind, _)| *kind)
+    ENGINES.iter().map(|engine| engine.kind)
 }
 
 /// Makes the adapter of a server. Sends no request.
 pub fn connect(config: EngineConfig) -> Result<Arc<dyn Engine>, EngineError> {
-    match ENGINES.iter().find(|(kind, _)| *kind == config.kind) {
-        Some((_, connect)) => connect(config),
+    connect_among(ENGINES, config)
+}
+
+fn connect_among(engines: &[&EngineDescriptor], config: EngineConfig) -> Result<Arc<dyn Engine>, EngineError> {
+    match engines.iter().find(|engine| engine.kind == config.kind) {
+        Some(engine) => (engine.connect)(config),
         None => Err(EngineError::Unsupported {
             what: format!("there is no engine of the kind {:?}", config.kind),
-            next_step: format!("use one of: {}", kinds().collect::<Vec<_>>().join(", ")),
+            next_step: format!("use one of: {}", engines.iter().map(|engine| engine.kind).collect::<Vec<_>>().join(", ")),
         }),
     }
 }

@@ -21,6 +21,7 @@ use serde_json::{Value, json};
 
 use super::adapter::Adapter;
 use super::canary::{self, LogProbs};
+use super::descriptor::{EngineDescriptor, Limit};
 use super::device::DeviceRoute;
 use super::feed::{Feed, FeedJob};
 use super::group::GroupServer;
@@ -38,7 +39,33 @@ const PORT: u16 = 23_333;
 const LIFE: Duration = Duration::from_secs(10);
 const NEWER: &str = "use LMDeploy 0.18 or newer with --backend pytorch";
 
-pub(super) fn connect(config: EngineConfig) -> Result<Arc<dyn Engine>, EngineError> {
+/// What is known of it before a server runs.
+pub(super) const ENGINE: EngineDescriptor = EngineDescriptor {
+    kind: KIND,
+    api_kind: "LMDeploy",
+    port: 23_333,
+    needs: "its server with the PyTorch backend; its agent must share its GPUs and see its processes, and `update.pause` must be `Abort`, `AbortAwake` or \
+            `External`",
+    limits: &[
+        Limit {
+            in_groups: false,
+            pauses: &[PausePolicy::Abort, PausePolicy::AbortAwake, PausePolicy::External],
+            kv_caches: Limit::ANY_KV_CACHE,
+            cause: "LMDeploy has no pause that lets running requests wait or end",
+            next_step: "set update.pause to Abort, AbortAwake or External",
+        },
+        Limit {
+            in_groups: true,
+            pauses: &[PausePolicy::Keep, PausePolicy::Drain, PausePolicy::AbortAwake, PausePolicy::External],
+            kv_caches: Limit::ANY_KV_CACHE,
+            cause: "an LMDeploy that joins a group answers while it loads",
+            next_step: "set update.pause to AbortAwake or External, or delivery to Agent",
+        },
+    ],
+    connect,
+};
+
+fn connect(config: EngineConfig) -> Result<Arc<dyn Engine>, EngineError> {
     let http = Arc::new(EngineHttp::new(&config)?);
     let server = Lmdeploy {
         http,
@@ -153,25 +180,12 @@ fn null(reply: Reply) -> Result<(), EngineError> {
 
 #[async_trait]
 impl Server for Lmdeploy {
-    fn kind(&self) -> &'static str {
-        KIND
+    fn descriptor(&self) -> &'static EngineDescriptor {
+        &ENGINE
     }
 
     fn url(&self) -> &str {
         self.http.url()
-    }
-
-    fn accepts(&self, pause: PausePolicy, _: KvCachePolicy) -> Result<(), EngineError> {
-        match pause {
-            PausePolicy::Keep | PausePolicy::Drain => Err(unsupported(
-                format!(
-                    "LMDeploy 0.18 has no pause that lets running requests {}",
-                    if pause == PausePolicy::Keep { "wait" } else { "end" }
-                ),
-                "set spec.update.pause to Abort, AbortAwake or External for this pool",
-            )),
-            PausePolicy::Abort | PausePolicy::AbortAwake | PausePolicy::External => Ok(()),
-        }
     }
 
     fn takes_directories(&self) -> Result<(), EngineError> {

@@ -10,6 +10,7 @@ use async_trait::async_trait;
 
 use super::canary::LogProbs;
 use super::checksums::Checksums;
+use super::descriptor::EngineDescriptor;
 use super::device::DeviceRoute;
 use super::draft::{DraftWay, untaken};
 use super::feed::{Feed, FeedJob};
@@ -32,11 +33,13 @@ pub(super) struct Sleeps {
 
 #[async_trait]
 pub(super) trait Server: Send + Sync + 'static {
-    fn kind(&self) -> &'static str;
+    fn descriptor(&self) -> &'static EngineDescriptor;
+
+    fn kind(&self) -> &'static str {
+        self.descriptor().kind
+    }
 
     fn url(&self) -> &str;
-
-    fn accepts(&self, pause: PausePolicy, kv_cache: KvCachePolicy) -> Result<(), EngineError>;
 
     fn takes_directories(&self) -> Result<(), EngineError> {
         Ok(())

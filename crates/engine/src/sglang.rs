@@ -22,6 +22,7 @@ use super::adapter::Adapter;
 use super::canary::{self, LogProbs};
 use super::checkpoint_engine::Call;
 use super::checksums::Checksums;
+use super::descriptor::{EngineDescriptor, Limit};
 use super::device::DeviceRoute;
 use super::draft::{DraftWay, none_there, untaken};
 use super::feed::{self, CheckpointEngine, Feed, FeedJob};
@@ -39,7 +40,23 @@ const RETRY: Duration = Duration::from_millis(50);
 const KEY: &str = "give the key that the server was started with (--admin-api-key, or else --api-key) as the engine's apiKeySecretRef; \
                    where it has both, start it with the same value for both";
 
-pub(super) fn connect(config: EngineConfig) -> Result<Arc<dyn Engine>, EngineError> {
+/// What is known of it before a server runs.
+pub(super) const ENGINE: EngineDescriptor = EngineDescriptor {
+    kind: KIND,
+    api_kind: "SGLang",
+    port: 30_000,
+    needs: "its server",
+    limits: &[Limit {
+        in_groups: false,
+        pauses: &[PausePolicy::Keep, PausePolicy::Abort, PausePolicy::AbortAwake, PausePolicy::External],
+        kv_caches: Limit::ANY_KV_CACHE,
+        cause: "SGLang has no pause that lets running requests end",
+        next_step: "set update.pause to Keep, Abort, AbortAwake or External",
+    }],
+    connect,
+};
+
+fn connect(config: EngineConfig) -> Result<Arc<dyn Engine>, EngineError> {
     let server = Sglang { http: Arc::new(EngineHttp::new(&config)?), unproven_routes: config.unproven_routes };
     Ok(Arc::new(Adapter::new(server, config.served_model, config.record.as_deref(), config.processes)))
 }
@@ -111,22 +128,12 @@ fn short_digest(text: &str) -> String {
 
 #[async_trait]
 impl Server for Sglang {
-    fn kind(&self) -> &'static str {
-        KIND
+    fn descriptor(&self) -> &'static EngineDescriptor {
+        &ENGINE
     }
 
     fn url(&self) -> &str {
         self.http.url()
-    }
-
-    fn accepts(&self, pause: PausePolicy, _: KvCachePolicy) -> Result<(), EngineError> {
-        match pause {
-            PausePolicy::Drain => Err(EngineError::Unsupported {
-                what: "SGLang 0.5.23 has no pause that lets running requests end".into(),
-                next_step: "set spec.update.pause to Keep, Abort or External for this pool".into(),
-            }),
-            PausePolicy::Keep | PausePolicy::Abort | PausePolicy::AbortAwake | PausePolicy::External => Ok(()),
-        }
     }
 
     async fn facts(&self, until: Until) -> Result<EngineFacts, EngineError> {
@@ -176,7 +183,7 @@ impl Server for Sglang {
     }
 
     async fn pause(&self, pause: PausePolicy, kv_cache: KvCachePolicy, until: Until) -> Result<(), EngineError> {
-        self.accepts(pause, kv_cache)?;
+        ENGINE.accepts(pause, kv_cache)?;
         // A request paused in place keeps its cache, and prevents a flush; a retracted one is recomputed.
         let mode = match (pause, kv_cache) {
             (PausePolicy::Abort | PausePolicy::AbortAwake, _) => "abort",

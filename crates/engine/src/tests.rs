@@ -18,4 +18,5 @@ mod mixed;
 mod parts;
 mod sleep;
 pub(crate) mod support;
+mod toy;
 mod unproven;

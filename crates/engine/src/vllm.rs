@@ -30,6 +30,7 @@ use self::backend::Backend;
 use super::adapter::Adapter;
 use super::canary::{self, LogProbs};
 use super::checksums::Checksums;
+use super::descriptor::EngineDescriptor;
 use super::device::DeviceRoute;
 use super::draft::DraftWay;
 use super::feed::{Feed, FeedJob};
@@ -50,7 +51,17 @@ const CACHE_RETRY: Duration = Duration::from_millis(50);
 /// that no part of the prompt is found there.
 const PROBE_TOKENS: usize = 16;
 
-pub(super) fn connect(config: EngineConfig) -> Result<Arc<dyn Engine>, EngineError> {
+/// What is known of it before a server runs.
+pub(super) const ENGINE: EngineDescriptor = EngineDescriptor {
+    kind: KIND,
+    api_kind: "VLLM",
+    port: 8000,
+    needs: "the OpenAI server, started with `VLLM_SERVER_DEV_MODE=1`",
+    limits: &[],
+    connect,
+};
+
+fn connect(config: EngineConfig) -> Result<Arc<dyn Engine>, EngineError> {
     let server = Vllm {
         http: Arc::new(EngineHttp::new(&config)?),
         unproven_routes: config.unproven_routes,
@@ -170,16 +181,12 @@ const BACKEND: &str = "WeightSync's back end in vLLM's workers";
 const DIRECTORY: &str = "it is fed from a directory";
 #[async_trait]
 impl Server for Vllm {
-    fn kind(&self) -> &'static str {
-        KIND
+    fn descriptor(&self) -> &'static EngineDescriptor {
+        &ENGINE
     }
 
     fn url(&self) -> &str {
         self.http.url()
-    }
-
-    fn accepts(&self, _: PausePolicy, _: KvCachePolicy) -> Result<(), EngineError> {
-        Ok(())
     }
 
     async fn facts(&self, until: Until) -> Result<EngineFacts, EngineError> {

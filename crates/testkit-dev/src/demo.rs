@@ -9,6 +9,7 @@ mod gpus;
 mod kill;
 mod model;
 mod show;
+mod space;
 mod story;
 mod verify;
 
@@ -18,6 +19,7 @@ use std::process::ExitCode;
 use anyhow::bail;
 use clap::{Args, ValueEnum};
 
+use self::space::{Free, Need};
 use weightsync_agent::command::Output;
 use weightsync_net::logs::{self, LogFormat};
 
@@ -48,6 +50,9 @@ pub struct DemoArgs {
     /// WEIGHTSYNC_NCCL names NCCL's library if the right one is not found.
     #[arg(long, value_name = "N", num_args = 0..=1, default_missing_value = "0", conflicts_with = "replicas", value_parser = clap::value_parser!(u32).range(0..=17))]
     gpu: Option<u32>,
+    /// Serve the web page on 127.0.0.1 at this port (without a port: a free one), and keep the group at the end until Ctrl-C.
+    #[arg(long, value_name = "PORT", num_args = 0..=1, default_missing_value = "0")]
+    ui: Option<u16>,
     /// Keep the folder with checkpoints and logs.
     #[arg(long)]
     keep: bool,
@@ -92,6 +97,17 @@ impl DemoEngine {
             Self::SimulatedFastdeploy => "fastdeploy",
         }
     }
+
+    /// What the demo starts, for someone who reads it for the first time.
+    fn described(self) -> &'static str {
+        match self {
+            Self::Simulated => "simulated vLLM servers on this host",
+            Self::SimulatedSglang => "simulated SGLang servers on this host",
+            Self::SimulatedLmdeploy => "simulated LMDeploy servers on this host",
+            Self::SimulatedFastdeploy => "simulated FastDeploy servers on this host",
+            Self::Vllm => "real vLLM servers on this host",
+        }
+    }
 }
 
 impl DemoFault {
@@ -117,6 +133,10 @@ impl DemoArgs {
         }
         if self.engine == DemoEngine::SimulatedLmdeploy && (self.gpu.is_none() || std::env::var_os("FAKEGPU_DIR").is_none()) {
             bail!("simulated LMDeploy servers read weights in the memory of the stand-in GPU driver: set FAKEGPU_DIR, and give --gpu");
+        }
+        let need = Need { replicas: self.rollouts(), megabytes: self.megabytes, real: self.engine == DemoEngine::Vllm };
+        if let Some(lack) = space::lack(need, Free::read()) {
+            bail!("{lack}");
         }
         logs::init(LogFormat::Human, &self.log)?;
         weightsync_agent::command::block_on(story::tell(self))

@@ -122,6 +122,11 @@ fn cases() -> Vec<Case> {
             &[("/spec/delivery", json!("External")), ("/spec/transport", json!({"type": "GDR"}))],
         ),
         case(
+            "SGLang has no pause that lets running requests end: set update.pause to Keep, Abort, AbortAwake or External",
+            &[(engine, json!({"kind": "SGLang"})), ("/spec/update", json!({"pause": "Keep"}))],
+            &[(engine, json!({"kind": "SGLang"})), ("/spec/update", json!({"pause": "Drain"}))],
+        ),
+        case(
             "LMDeploy has no pause that lets running requests wait or end: set update.pause to Abort, AbortAwake or External",
             &[(engine, json!({"kind": "LMDeploy"})), ("/spec/update", json!({"pause": "Abort"}))],
             &[(engine, json!({"kind": "LMDeploy"})), ("/spec/update", json!({"pause": "Drain"}))],

@@ -8,9 +8,8 @@ use tokio::net::TcpStream;
 
 use super::api_server::ApiServer;
 use super::whole::{Controller, all_agents, cluster, is_ready};
-use crate::controller::history::{History, KEPT};
 use crate::controller::{METRICS, Ui};
-use weightsync_core::protocol::{EpochId, InstallStep, MemberName, MemberProgress, UpdatePhase, UpdateView};
+use weightsync_core::protocol::{InstallStep, MemberName, MemberProgress, UpdatePhase, UpdateView};
 use weightsync_net::metrics::differences;
 use weightsync_testkit::fake_agent::FakeAgent;
 
@@ -163,28 +162,4 @@ async fn there_is_no_page_where_it_is_off() {
     assert_eq!(ask(&open.status, "weightsync.example", "/ui/state").await.0, 200);
     controller.stop().await;
     open.stop().await;
-}
-
-#[test]
-fn the_history_is_bounded_and_counts_each_attempt_once() {
-    let view = |attempt, phase| UpdateView {
-        id: EpochId { weightsync: "w".into(), created: 1, term: 0, epoch: 3 },
-        version: 1,
-        attempt,
-        phase,
-        total_bytes: 1,
-        members: Vec::new(),
-        phases_ms: (0..100).map(|phase| (phase.to_string(), 1)).collect(),
-        failure: Some("é".repeat(10_000)),
-        feeding: false,
-    };
-    let mut history = History::default();
-    assert!(!history.note(&view(1, UpdatePhase::Begin), 5));
-    assert!(history.note(&view(1, UpdatePhase::Failed), 9), "it ended by that");
-    assert!(!history.note(&view(1, UpdatePhase::Failed), 10), "it had ended before");
-    let ended = (2..100).filter(|attempt| history.note(&view(*attempt, UpdatePhase::Done), 11)).count();
-    assert_eq!(ended, 98);
-    let latest = serde_json::to_value(history.latest()).unwrap();
-    assert_eq!((latest.as_array().unwrap().len(), &latest[0]["attempt"]), (KEPT, &99.into()));
-    assert!(latest.to_string().len() < KEPT * 2048, "{}", latest.to_string().len());
 }

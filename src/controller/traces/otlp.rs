@@ -10,11 +10,11 @@ use serde::Serialize;
 use serde_json::{Value, json};
 use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep_until, timeout_at};
+use weightsync_core::protocol::cut;
 use weightsync_net::backoff::Backoff;
 use weightsync_net::https::{no_tls, with_causes};
 
 use super::{BoxError, Span, Trace, TracesError};
-use crate::controller::events::cut;
 
 /// Longest time for one trace, all its posts together.
 const PATIENCE: Duration = Duration::from_secs(10);

@@ -12,9 +12,11 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 
 use super::guard::Guard;
+use super::page::PageServer;
 use super::pod::PodSpec;
 use super::store::FileStore;
 use super::supervisor::{Order, Supervisor};
+use crate::page::RecentEvents;
 use crate::{
     Context, Coordinator, CoordinatorEvent, Directory, Enrollment, EventSink, PersistError, SingleUseTokens, Timing, Wanted,
     keep_certified, router,
@@ -73,6 +75,8 @@ pub struct Group {
     orders: mpsc::Sender<Order>,
     view: watch::Receiver<MembershipView>,
     events: broadcast::Sender<CoordinatorEvent>,
+    name: String,
+    recent: RecentEvents,
     cancel: CancellationToken,
     _supervisor: AbortOnDropHandle<()>,
     _server: AbortOnDropHandle<Result<(), IdentityError>>,
@@ -127,7 +131,8 @@ impl Group {
         rules.debounce_ms = u64::try_from(spec.debounce.as_millis()).unwrap_or(u64::MAX);
         let wanted = Wanted { config: rules, members: None, suspend: false, delete: false };
         let (events, _) = broadcast::channel(EVENTS);
-        let sink = Arc::new(Broadcast(events.clone()));
+        let (name, recent) = (spec.name.clone(), RecentEvents::default());
+        let sink = Arc::new(recent.keep_from(Broadcast(events.clone())));
         let restored = Restored { epoch, ..Restored::default() };
         let context = Context {
             client: AgentClient::new(identity),
@@ -146,7 +151,7 @@ impl Group {
         let (over, weak) = (over.drop_guard(), orders.downgrade());
         let supervisor = Supervisor::new(spec, weightsync, controller, ca, tokens, directory, coordinator, over, weak, guard);
         let supervisor = AbortOnDropHandle::new(tokio::spawn(supervisor.run(inbox, cancel.clone())));
-        Ok(Self { orders, view, events, cancel, _supervisor: supervisor, _server: server, _certified: certified })
+        Ok(Self { orders, view, events, name, recent, cancel, _supervisor: supervisor, _server: server, _certified: certified })
     }
 
     /// The view of membership, as it changes.
@@ -157,6 +162,11 @@ impl Group {
     /// Events from now on.
     pub fn events(&self) -> broadcast::Receiver<CoordinatorEvent> {
         self.events.subscribe()
+    }
+
+    /// Serves the web page of the group on a port of 127.0.0.1 (0: a free one), until the result is dropped.
+    pub async fn serve_page(&self, port: u16) -> std::io::Result<PageServer> {
+        PageServer::start(port, &self.name, self.view(), self.recent.clone()).await
     }
 
     /// Kills a pod's processes with SIGKILL and does not restart them. Returns false if the pod does not exist.

@@ -47,6 +47,22 @@ pub enum MemberStanding {
     Out,
 }
 
+impl MemberStanding {
+    /// Its name in metrics and on the web page.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Ready => "ready",
+            Self::Updating => "updating",
+            Self::Behind => "behind",
+            Self::Dirty => "dirty",
+            Self::Unknown => "unknown",
+            Self::Forming => "forming",
+            Self::Waiting => "waiting",
+            Self::Out => "out",
+        }
+    }
+}
+
 /// One member.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[allow(missing_docs)]

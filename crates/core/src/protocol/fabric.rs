@@ -5,6 +5,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::cut;
 use super::worker::{FabricMetadata, RemotePlace};
 
 /// Slots of a member's ring, as its readers see them: back to back in one registered region.
@@ -104,16 +105,16 @@ impl MemberFabric {
     #[must_use]
     pub fn bounded(mut self) -> Self {
         let (path, name) = LONGEST_FABRIC_NAME;
-        cut(&mut self.library, path);
-        cut(&mut self.plugin, name);
+        self.library = cut(&self.library, path);
+        self.plugin = cut(&self.plugin, name);
         if let Some(version) = &mut self.version {
-            cut(version, name);
+            *version = cut(version, name);
         }
         cut_all(&mut self.transports, name);
         self.devices.truncate(MOST_FABRIC_NAMES);
         for GpuDevices { gpu, names } in &mut self.devices {
             if let Some(gpu) = gpu {
-                cut(gpu, name);
+                *gpu = cut(gpu, name);
             }
             cut_all(names, name);
         }
@@ -124,13 +125,8 @@ impl MemberFabric {
 fn cut_all(names: &mut Vec<String>, most: usize) {
     names.truncate(MOST_FABRIC_NAMES);
     for name in names {
-        cut(name, most);
+        *name = cut(name, most);
     }
-}
-
-fn cut(text: &mut String, most: usize) {
-    let end = (0..=most.min(text.len())).rev().find(|at| text.is_char_boundary(*at)).unwrap_or(0);
-    text.truncate(end);
 }
 
 /// Whether a member can read the memory of others, and let them read its own.

@@ -117,7 +117,7 @@ impl<S: Server> Session<S> {
         let cancel = terms.cancel.clone();
         let opened = unless_cancelled(&cancel, "start", async {
             let turn = inner.turn(until).await.map_err(at("start"))?;
-            inner.server.accepts(terms.pause, terms.kv_cache).map_err(at("start"))?;
+            inner.server.descriptor().accepts(terms.pause, terms.kv_cache).map_err(at("start"))?;
             Ok((turn, inner.look_at_server(offered, until).await?))
         });
         let (turn, before) = opened.await.map_err(|failed| inner.seen(failed).left(Left::AsBefore))?;

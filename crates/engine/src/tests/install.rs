@@ -226,7 +226,7 @@ async fn engine_with_a_changed_label_counts_as_another_start() {
 async fn sglang_says_before_a_byte_moves_that_it_cannot_drain() {
     let bench = Bench::start("sglang").await;
     let refusal = bench.engine.accepts(PausePolicy::Drain, KvCachePolicy::Reset).unwrap_err().to_string();
-    assert!(refusal.contains("spec.update.pause"), "{refusal}");
+    assert!(refusal.contains("set update.pause to Keep"), "{refusal}");
     let mut job = bench.job(2);
     job.terms.pause = PausePolicy::Drain;
     let error = bench.engine.install(&job).await.unwrap_err();

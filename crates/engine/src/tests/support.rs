@@ -1,6 +1,6 @@
 //! Checkpoints, simulators and jobs for the tests of this crate.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use serde_json::{Value, json};
@@ -72,18 +72,7 @@ impl Bench {
     }
 
     pub(crate) fn job(&self, version: u64) -> InstallJob {
-        InstallJob {
-            terms: InstallTerms {
-                version: held(version),
-                pause: PausePolicy::Keep,
-                kv_cache: KvCachePolicy::Reset,
-                canary: None,
-                timeout: SOON,
-                cancel: CancellationToken::new(),
-            },
-            directory: self.directory(version),
-            local_directory: self.directory(version),
-        }
+        job_of(&self.directory(version), version)
     }
 
     pub(crate) async fn digest(&self) -> String {
@@ -157,6 +146,22 @@ fn config(kind: &str, url: &str) -> EngineConfig {
         record: None,
         processes: "/proc".into(),
         unproven_routes: false,
+    }
+}
+
+/// An install of a version that lies in that directory.
+pub(crate) fn job_of(directory: &Path, version: u64) -> InstallJob {
+    InstallJob {
+        terms: InstallTerms {
+            version: held(version),
+            pause: PausePolicy::Keep,
+            kv_cache: KvCachePolicy::Reset,
+            canary: None,
+            timeout: SOON,
+            cancel: CancellationToken::new(),
+        },
+        directory: directory.to_owned(),
+        local_directory: directory.to_owned(),
     }
 }
 

@@ -16,6 +16,12 @@ fn print(line: &dyn Display) {
     let _ = writeln!(std::io::stdout(), "{line}");
 }
 
+/// What the numbers mean, and where to go next.
+const MEANING: &str = "
+An epoch is one formation of the group. It ends when a member dies or joins, and the trainer is never restarted for it.
+The times of a version: begin (every member is ready), transfer (bytes travel), verify (digests agree), activate (engines load it).
+Next: weightsync local runs the same with your own servers on this host (docs/quick-start.md); docs/install.md is for a cluster.";
+
 /// Whole milliseconds.
 pub fn ms(duration: Duration) -> u64 {
     u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
@@ -55,19 +61,20 @@ impl Screen {
         let phases: Vec<_> = result.phases_ms.iter().map(|(phase, ms)| format!("{phase} {ms}")).collect();
         let attempts = if result.attempts == 1 { String::new() } else { format!(", {} attempts", result.attempts) };
         self.say(&format!(
-            "version {} on {} rollouts in epoch {}: {:.1} MB in {} ms ({} ms{attempts})",
+            "version {}: on {} servers after {:.1} MB in {} ms, in epoch {} ({} ms{attempts})",
             result.version,
             result.installed.len(),
-            result.epoch,
             megabytes(result.bytes),
             ms(took),
+            result.epoch,
             phases.join(", ")
         ));
     }
 
     pub fn killed(&self, member: &MemberName, fault: DemoFault, percent: u64, detected: Duration, recovered: Duration) {
         self.say(&format!(
-            "{member} was {} with {percent} % of the bytes: noticed after {} ms, the others served the version after {} ms",
+            "{member} was {} when it had {percent} % of the bytes: noticed after {} ms; a new epoch without it gave the version to the \
+             others after {} ms",
             fault.done(),
             ms(detected),
             ms(recovered)
@@ -168,7 +175,10 @@ impl Outcome {
     pub fn print(&self, output: Output) {
         match output {
             Output::Json => print(&serde_json::to_string(self).unwrap_or_else(|error| format!("{{\"error\":\"{error}\"}}"))),
-            Output::Human if self.verified => print(&format_args!("verified: {}", self.proof)),
+            Output::Human if self.verified => {
+                print(&format_args!("\nverified: {}", self.proof));
+                print(&MEANING);
+            }
             Output::Human => {
                 for disagreement in &self.disagreements {
                     print(&format_args!("NOT VERIFIED: {disagreement}"));

@@ -52,7 +52,7 @@ pub async fn tell(args: DemoArgs) -> anyhow::Result<ExitCode> {
     let folder = std::env::temp_dir().join(format!("weightsync-demo-{}", std::process::id()));
     std::fs::create_dir_all(&folder).with_context(|| format!("{} cannot be made", folder.display()))?;
     let versions = PathBuf::from(format!("/dev/shm/weightsync-demo-{}", std::process::id()));
-    let (keep, output) = (args.keep, args.output);
+    let keep = args.keep;
     // Engines lead process groups of their own: a Ctrl-C at a terminal reaches this process alone.
     let stop = shutdown::on_signals_and_hangup().context("signals cannot be awaited")?;
     let notified = run(args, &folder, &versions, &stop).await;
@@ -64,7 +64,6 @@ pub async fn tell(args: DemoArgs) -> anyhow::Result<ExitCode> {
         let _ = std::fs::remove_dir_all(&folder);
     }
     let outcome = notified?;
-    outcome.print(output);
     Ok(if outcome.verified { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
@@ -93,6 +92,13 @@ async fn run(mut args: DemoArgs, folder: &Path, versions: &Path, stop: &Cancella
     let spec = group_spec(&args, folder, versions, &replicas, &gpus)?;
     let socket = format!("@weightsync/{}-trainer", spec.name).parse().map_err(|error| anyhow!("{error}"))?;
     let group = Arc::new(Group::start(spec).await?);
+    let page = match args.ui {
+        Some(port) => Some(group.serve_page(port).await.with_context(|| format!("--ui: no page at 127.0.0.1 port {port}"))?),
+        None => None,
+    };
+    if let Some(page) = &page {
+        screen.say(&format!("web page of the group: {}", page.url));
+    }
     let proof = match args.engine {
         DemoEngine::Vllm => "each version's completions, log-probs included, were equal on all servers, and the last on a fresh one too",
         _ => "what every engine served is, byte for byte, what was published",
@@ -100,6 +106,13 @@ async fn run(mut args: DemoArgs, folder: &Path, versions: &Path, stop: &Cancella
     let outcome = Outcome { replicas: args.rollouts(), proof, seed: args.seed, ..Outcome::default() };
     let mut demo = Demo { args, folder: folder.to_owned(), replicas, group, socket, verifier: Verifier::new()?, screen, outcome };
     let notified = unless_stopped(stop, demo.story(weights)).await;
+    if notified.is_ok() {
+        demo.outcome.print(demo.args.output);
+        if let Some(page) = &page {
+            demo.screen.say(&format!("\nThe demo is over. The group and its web page stay until Ctrl-C: {}", page.url));
+            stop.cancelled().await;
+        }
+    }
     demo.group.stop().await;
     notified.map(|()| demo.outcome)
 }
@@ -107,11 +120,20 @@ async fn run(mut args: DemoArgs, folder: &Path, versions: &Path, stop: &Cancella
 impl Demo {
     async fn story(&mut self, weights: Vec<Weights>) -> anyhow::Result<()> {
         let patience = if self.args.engine == DemoEngine::Vllm { START_REAL } else { START_SIMULATED };
-        self.screen.say(&format!("starting a source and {} rollouts", self.replicas.len()));
+        self.screen.say(&format!(
+            "This demo plays a trainer and starts {} {}. It publishes three versions of the weights to all of them.\n\
+             In the middle of version 2, one server is {}. The others must serve version 2 all the same, and it must come back with it.\n",
+            self.replicas.len(),
+            self.args.engine.described(),
+            self.args.fault.done(),
+        ));
         self.wait_for("the group to form", patience, |view, total| view.stage == GroupStage::Committed && view.ready == total).await?;
         let view = self.group.view().borrow().clone();
         let transport = view.transport.as_ref().map_or_else(String::new, |choice| choice.name().to_owned());
-        self.screen.say(&format!("epoch {}: world size {}, {transport}", view.epoch, view.world_size));
+        self.screen.say(&format!(
+            "epoch {}: a group of world size {} was formed (the trainer and the servers); weights travel over {transport}",
+            view.epoch, view.world_size
+        ));
         self.outcome.transport = transport;
         let victim = usize::try_from(self.args.seed % u64::from(self.args.rollouts()))?;
         let mut before: Option<String> = None;
@@ -129,10 +151,10 @@ impl Demo {
             }
             before = self.verify(version, &weights, before.as_deref()).await?;
         }
-        match before {
-            Some(answer) => self.compare_with_a_fresh_server(VERSIONS.len(), &answer).await,
-            None => Ok(()),
+        if let Some(answer) = before {
+            self.compare_with_a_fresh_server(VERSIONS.len(), &answer).await?;
         }
+        Ok(())
     }
 
     /// Starts a server on the last version's checkpoint and compares what the rollouts answered with what it answers.
@@ -271,7 +293,7 @@ impl Demo {
         }
         self.screen.say(&format!(
             "version {version}: {}",
-            if self.outcome.disagreements.is_empty() { "every engine serves it" } else { "NOT all engines serve it" }
+            if self.outcome.disagreements.is_empty() { "checked, every engine serves it" } else { "NOT all engines serve it" }
         ));
         self.outcome.epochs = self.group.view().borrow().epoch;
         self.outcome.verified = self.outcome.disagreements.is_empty() && self.outcome.versions.len() == VERSIONS.len();

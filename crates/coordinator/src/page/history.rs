@@ -5,18 +5,21 @@ use std::collections::VecDeque;
 
 use serde::Serialize;
 
-use weightsync_core::protocol::{InstallStep, UpdatePhase, UpdateView};
+use weightsync_core::protocol::{InstallStep, UpdatePhase, UpdateView, cut};
 
 /// Attempts that are kept for one object.
-pub(super) const KEPT: usize = 20;
+pub(crate) const KEPT: usize = 20;
 /// Phases that are kept for one attempt; more than exist.
 const PHASES: usize = 8;
+/// Members that are kept for one attempt.
+const MEMBERS: usize = 64;
 /// Longest text of a failure in bytes.
 const FAILURE: usize = 512;
 
+/// One attempt to deliver a version, as its leader last reported it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
-pub(super) struct Attempt {
+pub struct Attempt {
     version: u64,
     attempt: u32,
     epoch: u64,
@@ -32,6 +35,15 @@ pub(super) struct Attempt {
     installed: usize,
     members: usize,
     failure: Option<String>,
+    /// Bytes that each member received and checked, and whether it installed the version.
+    received: Vec<MemberBytes>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+struct MemberBytes {
+    member: String,
+    bytes: u64,
+    installed: bool,
 }
 
 impl Attempt {
@@ -48,7 +60,13 @@ impl Attempt {
             phases: update.phases_ms.iter().take(PHASES).cloned().collect(),
             installed: update.members.iter().filter(|member| installed(member.step)).count(),
             members: update.members.len(),
-            failure: update.failure.as_deref().map(|failure| super::events::cut(failure, FAILURE)),
+            received: update
+                .members
+                .iter()
+                .take(MEMBERS)
+                .map(|member| MemberBytes { member: member.member.to_string(), bytes: member.bytes, installed: installed(member.step) })
+                .collect(),
+            failure: update.failure.as_deref().map(|failure| cut(failure, FAILURE)),
         }
     }
 
@@ -63,11 +81,11 @@ impl Attempt {
 
 /// The last attempts of one object, the latest last.
 #[derive(Debug, Default)]
-pub(super) struct History(VecDeque<Attempt>);
+pub struct History(VecDeque<Attempt>);
 
 impl History {
     /// Records the state of an attempt at `now` (ms since 1970); true if it ended.
-    pub(super) fn note(&mut self, update: &UpdateView, now: u64) -> bool {
+    pub fn note(&mut self, update: &UpdateView, now: u64) -> bool {
         if let Some(known) = self.0.iter_mut().rev().find(|known| known.is(update)) {
             let was_over = known.is_over();
             *known = Attempt::of(update, known.begun);
@@ -83,7 +101,7 @@ impl History {
     }
 
     /// The attempts, the latest first.
-    pub(super) fn latest(&self) -> Vec<Attempt> {
+    pub fn latest(&self) -> Vec<Attempt> {
         self.0.iter().rev().cloned().collect()
     }
 }
