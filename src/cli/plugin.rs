@@ -13,6 +13,7 @@ mod release;
 mod report;
 mod rollback;
 mod status;
+mod top;
 mod ui;
 
 use std::process::ExitCode;
@@ -46,6 +47,8 @@ pub enum Verb {
     Rollback(rollback::RollbackArgs),
     /// Show members, ranks and versions, and why a member is out.
     Status(status::StatusArgs),
+    /// Show how fast each member got its last version, the slowest first.
+    Top(top::TopArgs),
     /// Forward the leading controller's web page to this machine.
     Ui(ui::UiArgs),
     /// Candidates for kubectl's completion.
@@ -64,6 +67,7 @@ pub fn main() -> ExitCode {
         Verb::Report(args) => args.run(),
         Verb::Rollback(args) => args.run(),
         Verb::Status(args) => args.run(),
+        Verb::Top(args) => args.run(),
         Verb::Ui(args) => args.run(),
         Verb::Complete(args) => Ok(args.run()),
     };

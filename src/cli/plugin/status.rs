@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
+use std::io::IsTerminal;
 use std::process::ExitCode;
 
 use anyhow::Context;
@@ -22,7 +23,7 @@ pub struct StatusArgs {
     /// The cluster.
     #[command(flatten)]
     cluster: ClusterArgs,
-    /// Show every change until interrupted.
+    /// Show every change until interrupted: in place on a terminal, else one after another.
     #[arg(short, long)]
     watch: bool,
     /// Output format; with `--watch`, JSON is one object for each line.
@@ -42,7 +43,12 @@ impl StatusArgs {
             }
             let only = watcher::Config::default().fields(&format!("metadata.name={}", object.name_any()));
             let mut changes = std::pin::pin!(watcher(api, only).default_backoff().applied_objects());
+            let redraws = self.output == Output::Human && std::io::stdout().is_terminal();
             while let Some(object) = changes.try_next().await.context("the object cannot be watched")? {
+                if redraws {
+                    // The screen from its top; text that is not overwritten goes.
+                    print!("\x1b[H\x1b[J");
+                }
                 self.print(&object)?;
             }
             Ok(ExitCode::SUCCESS)
@@ -147,7 +153,7 @@ fn row(member: &MemberStatus) -> [String; 9] {
 }
 
 /// Bytes as GB, with two digits after the point.
-fn gigabytes(bytes: i64) -> String {
+pub(super) fn gigabytes(bytes: i64) -> String {
     let hundredths = (bytes.max(0).saturating_add(5_000_000)) / 10_000_000;
     format!("{}.{:02}", hundredths / 100, hundredths % 100)
 }
