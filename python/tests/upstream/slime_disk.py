@@ -14,10 +14,10 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import slime
 import torch
 import torch.distributed as dist
 from conftest import Agent
+from packages import bare_packages
 from safetensors.torch import load_file, save_file
 
 HOOK = "weightsync.integrations.slime.publish"
@@ -37,11 +37,7 @@ def updater(tmp_path: Path, agent: Agent, monkeypatch: pytest.MonkeyPatch) -> It
         save_file(dict(tensors[:2]), folder / "model-1.safetensors")
         save_file(dict(tensors[2:]), folder / "model-2.safetensors")
 
-    root = Path(slime.__path__[0])
-    for name in ("backends", "backends.megatron_utils", "backends.megatron_utils.update_weight"):
-        package = ModuleType(f"slime.{name}")
-        package.__path__ = [str(root / name.replace(".", "/"))]
-        monkeypatch.setitem(sys.modules, package.__name__, package)
+    bare_packages(monkeypatch, "slime", "backends", "backends.megatron_utils", "backends.megatron_utils.update_weight")
     saver = ModuleType("slime.backends.megatron_utils.hf_checkpoint_saver")
     saver.save_hf_model_to_path = save  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, saver.__name__, saver)

@@ -6,7 +6,7 @@ to the agent while they come; such a version can be sent once only, and another 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from .._source import Meta, Source
@@ -24,7 +24,7 @@ class Once:
     def source(self, weights: Iterable[tuple[str, Any]], rank: int) -> Source:
         """Of one version. Every rank reads its generator in step; what rank 0 gets is published."""
         if self._metas is not None:
-            return stream(_once(weights), self._metas)
+            return stream(once(weights), self._metas)
         metas: list[Meta] = []
         kept: dict[str, Any] = {}
         for name, tensor in weights:
@@ -41,7 +41,8 @@ class Once:
         self._metas = None
 
 
-def _once(weights: Iterable[tuple[str, Any]]) -> Any:
+def once(weights: Iterable[tuple[str, Any]]) -> Callable[[], Iterator[tuple[str, Any]]]:
+    """What `stream` takes, of weights that can be read once only: a second attempt says so."""
     left = [weights]
 
     def factory() -> Iterator[tuple[str, Any]]:

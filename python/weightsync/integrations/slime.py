@@ -8,14 +8,11 @@ See docs/integrations/slime.md.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from ..publisher import Publisher
-from ..sources import stream
+from ._folder import publish_folder
 
 TIMEOUT = 600.0
 """Seconds after which a publish ends."""
@@ -31,28 +28,8 @@ def publish(args: Any, version_dir: str, rollout_engines: Any) -> None:
         raise ValueError("a folder of differences is no version: set --update-weight-mode full")
     if _rank() != 0:
         return
-    folder = Path(version_dir)
-    number = re.search(r"(\d+)$", folder.name)
-    if number is None:
-        raise ValueError(f"{folder.name} ends with no number, which would be the version")
-    with ExitStack() as opened:
-        files = [opened.enter_context(_open(path)) for path in sorted(folder.glob("*.safetensors"))]
-        places = [(name, file) for file in files for name in file.keys()]  # noqa: SIM118, it has no __iter__
-        slices = [(name, file.get_slice(name)) for name, file in places]
-        metas = [(name, part.get_dtype(), tuple(part.get_shape())) for name, part in slices]
-
-        def tensors() -> Iterator[tuple[str, Any]]:
-            # One at a time, from the page cache.
-            return ((name, file.get_tensor(name)) for name, file in places)
-
-        with Publisher.from_env() as publisher:
-            publisher.publish(stream(tensors, metas), version=int(number[1]), timeout=TIMEOUT)
-
-
-def _open(path: Path) -> Any:
-    from safetensors import safe_open
-
-    return safe_open(path, framework="pt")
+    with Publisher.from_env() as publisher:
+        publish_folder(publisher, Path(version_dir), timeout=TIMEOUT)
 
 
 def _rank() -> int:
