@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ import pytest
 import safetensors.torch
 import torch
 from conftest import LIMIT, ROOT, Agent
+from local_documents import free_port, simulated_vllm, write_documents
 
 import weightsync
 
@@ -163,30 +163,20 @@ class Whole:
         start.mkdir()
         named = {name: tensor.contiguous() for name, tensor in fake_cuda.tensors().items()}
         safetensors.torch.save_file(named, start / "model.safetensors")
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        command = [str(programs / "weightsync-dev"), "simulate-engine", "--engine", "vllm", "--port", str(port), "--model", str(start)]
-        spec = {
-            "trainer": {"selector": {"matchLabels": {"part": "trainer"}}},
-            "rollouts": [{"name": "rollouts", "selector": {"matchLabels": {"part": "rollout"}}, "engine": {"kind": "VLLM"}}],
-            "transport": {"type": "NCCL", "bucketMiB": 1},
-            "membership": {"keep": 3},
-            "update": {"retainMiB": 64, "silenceSeconds": 5},
-        }
-        version = "weightsync.dev/v1alpha1"
-        weightsync = {"apiVersion": version, "kind": "WeightSync", "metadata": {"name": self.name}, "spec": spec}
-        rollout = {"name": "actor", "port": port, "command": command, "gpus": [GPUS[1]]}
-        processes = {
-            "apiVersion": version,
-            "kind": "LocalProcesses",
-            "directory": str(directory / "state"),
-            "trainer": {"gpu": GPUS[0]},
-            "rollouts": [rollout],
-        }
-        (directory / "local.yaml").write_text(f"{json.dumps(weightsync)}\n---\n{json.dumps(processes)}\n")
+        port = free_port()
+        command = simulated_vllm(programs / "weightsync-dev", start, port)
+        file = write_documents(
+            directory / "local.yaml",
+            self.name,
+            [{"name": "actor", "port": port, "command": command, "gpus": [GPUS[1]]}],
+            state=directory / "state",
+            trainer_gpu=GPUS[0],
+            transport={"type": "NCCL", "bucketMiB": 1},
+            membership={"keep": 3},
+            update={"retainMiB": 64, "silenceSeconds": 5},
+        )
         with open(directory / "local.log", "wb") as log:
-            self.process = subprocess.Popen([programs / "weightsync", "local", "-f", directory / "local.yaml"], stdout=log, stderr=log)
+            self.process = subprocess.Popen([programs / "weightsync", "local", "-f", file], stdout=log, stderr=log)
         self.socket = f"weightsync/{self.name}-trainer"
 
     def logged(self, words: str) -> int:

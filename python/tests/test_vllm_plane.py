@@ -5,11 +5,9 @@ Two servers of vLLM on a small checkpoint: a minute or two on an idle machine.
 
 from __future__ import annotations
 
-import json
 import os
 import queue
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,6 +22,7 @@ import safetensors.torch
 import torch
 from conftest import LIMIT, ROOT
 from gloo_plane import Plane, post
+from local_documents import free_port, write_documents
 from test_whole import until
 
 import weightsync
@@ -51,26 +50,22 @@ class Servers:
         self.ports: list[int] = []
         rollouts = []
         for number in (0, 1):
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                self.ports.append(free.getsockname()[1])
+            self.ports.append(free_port())
             serve = [str(Path(sys.executable).with_name("vllm")), "serve", str(directory / "1"), "--served-model-name", "m"]
             serve += ["--host", "127.0.0.1", "--port", str(self.ports[-1]), "--dtype", "bfloat16", "--enforce-eager", "--max-num-seqs", "4"]
             serve += ["--max-model-len", "256", "--num-gpu-blocks-override", "64", "--worker-extension-cls", "gloo_plane.Worker"]
             rollouts.append({"name": f"actor-{number}", "port": self.ports[-1], "command": serve, "environment": ENVIRONMENT})
         name = f"plane-{os.getpid()}"
-        spec = {
-            "trainer": {"selector": {"matchLabels": {"part": "trainer"}}},
-            "rollouts": [{"name": "rollouts", "selector": {"matchLabels": {"part": "rollout"}}, "engine": {"kind": "VLLM"}}],
-            "delivery": "External",
-            "update": {"pause": "External", "timeoutSeconds": 120},
-        }
-        version = "weightsync.dev/v1alpha1"
-        weightsync = {"apiVersion": version, "kind": "WeightSync", "metadata": {"name": name}, "spec": spec}
-        processes = {"apiVersion": version, "kind": "LocalProcesses", "directory": str(directory / "state"), "rollouts": rollouts}
-        (directory / "local.yaml").write_text(f"{json.dumps(weightsync)}\n---\n{json.dumps(processes)}\n")
+        file = write_documents(
+            directory / "local.yaml",
+            name,
+            rollouts,
+            state=directory / "state",
+            delivery="External",
+            update={"pause": "External", "timeoutSeconds": 120},
+        )
         with open(directory / "local.log", "wb") as log:
-            command = [programs / "weightsync", "local", "-f", directory / "local.yaml"]
+            command = [programs / "weightsync", "local", "-f", file]
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
         self.socket = f"@weightsync/{name}-trainer"
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +15,7 @@ import numpy
 import pytest
 import safetensors.numpy
 from conftest import LIMIT
+from local_documents import free_port, simulated_vllm, write_documents
 
 import weightsync
 
@@ -33,40 +32,25 @@ class Group:
         self.directory = directory
         self.ports = []
         self.name = f"whole-{os.getpid()}-{next(_numbers)}"
-        program = programs / "weightsync"
         safetensors.numpy.save_file(dict(tensors(0)), directory / "model.safetensors")
         rollouts = []
         for number in (0, 1):
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                port = free.getsockname()[1]
+            port = free_port()
             self.ports.append(port)
-            engine = [
-                str(programs / "weightsync-dev"),
-                "simulate-engine",
-                "--engine",
-                "vllm",
-                "--model",
-                str(directory),
-                "--port",
-                str(port),
-            ]
+            engine = simulated_vllm(programs / "weightsync-dev", directory, port)
             rollouts.append({"name": f"actor-{number}", "port": port, "command": engine})
-        spec = {
-            "trainer": {"selector": {"matchLabels": {"part": "trainer"}}},
-            "rollouts": [{"name": "rollouts", "selector": {"matchLabels": {"part": "rollout"}}, "engine": {"kind": "VLLM"}}],
-            "delivery": delivery,
-            "transport": {"bucketMiB": 1},
-            "health": {"periodSeconds": 1, "timeoutSeconds": 1, "failureThreshold": 2},
-            "update": {"retainMiB": 0, **(update or {})},
-        }
-        version = "weightsync.dev/v1alpha1"
-        weightsync = {"apiVersion": version, "kind": "WeightSync", "metadata": {"name": self.name}, "spec": spec}
-        processes = {"apiVersion": version, "kind": "LocalProcesses", "directory": f"{directory}/state", "rollouts": rollouts}
-        file = directory / "local.yaml"
-        file.write_text(f"{json.dumps(weightsync)}\n---\n{json.dumps(processes)}\n")
+        file = write_documents(
+            directory / "local.yaml",
+            self.name,
+            rollouts,
+            state=directory / "state",
+            delivery=delivery,
+            transport={"bucketMiB": 1},
+            health={"periodSeconds": 1, "timeoutSeconds": 1, "failureThreshold": 2},
+            update={"retainMiB": 0, **(update or {})},
+        )
         with open(directory / "local.log", "wb") as log:
-            self.process = subprocess.Popen([program, "local", "-f", file], stdout=log, stderr=log)
+            self.process = subprocess.Popen([programs / "weightsync", "local", "-f", file], stdout=log, stderr=log)
         self.socket = f"@weightsync/{self.name}-trainer"
 
     def agent(self, pod: str) -> int:

@@ -28,6 +28,9 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from ._feed import PROTOCOL, Feed
 from ._gpu_feed import GpuFeed
+from ._supported import check
+
+check("vllm")
 
 BACKEND = "weightsync"
 

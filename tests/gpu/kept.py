@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 import weightsync
 
+from python.tests.local_documents import simulated_vllm, write_documents
 from tests.gpu.trainer import GIB, model, uuid, with_nccl
 
 FIRST = 5
@@ -48,25 +49,19 @@ def group(program: str, folder: Path, tensors: dict[str, torch.Tensor], retain: 
     (folder / "start").mkdir()
     sparse(folder / "start" / "model.safetensors", tensors)
     (folder / "start" / "config.json").write_text("{}")
-    command = [f"{program}-dev", "simulate-engine", "--engine", "vllm", "--port", "39150", "--model", str(folder / "start")]
-    name, version = f"kept-{os.getpid()}", "weightsync.dev/v1alpha1"
-    spec = {
-        "trainer": {"selector": {"matchLabels": {"part": "trainer"}}},
-        "rollouts": [{"name": "rollouts", "selector": {"matchLabels": {"part": "rollout"}}, "engine": {"kind": "VLLM"}}],
-        "transport": {"type": "NCCL"},
-        "update": {"retainMiB": retain, "silenceSeconds": 60, "timeoutSeconds": LIMIT},
-    }
-    weightsync_object = {"apiVersion": version, "kind": "WeightSync", "metadata": {"name": name}, "spec": spec}
-    processes = {
-        "apiVersion": version,
-        "kind": "LocalProcesses",
-        "directory": str(folder / "state"),
-        "trainer": {"gpu": uuid(0)},
-        "rollouts": [{"name": "actor", "port": 39150, "command": command, "gpus": [uuid(1)]}],
-    }
-    (folder / "local.yaml").write_text(f"{json.dumps(weightsync_object)}\n---\n{json.dumps(processes)}\n")
+    command = simulated_vllm(f"{program}-dev", folder / "start", 39150)
+    name = f"kept-{os.getpid()}"
+    file = write_documents(
+        folder / "local.yaml",
+        name,
+        [{"name": "actor", "port": 39150, "command": command, "gpus": [uuid(1)]}],
+        state=folder / "state",
+        trainer_gpu=uuid(0),
+        transport={"type": "NCCL"},
+        update={"retainMiB": retain, "silenceSeconds": 60, "timeoutSeconds": LIMIT},
+    )
     with (folder / "local.log").open("wb") as log:
-        arguments = [program, "local", "--filename", str(folder / "local.yaml")]
+        arguments = [program, "local", "--filename", str(file)]
         return subprocess.Popen(arguments, stdout=log, stderr=log, env=with_nccl()), f"weightsync/{name}-trainer"
 
 

@@ -56,7 +56,14 @@ class OnCpu(skyrl.policy_worker("fsdp")):  # type: ignore[misc]
 def cluster(agent: Agent) -> Iterator[None]:
     """A Ray of this process, whose two GPUs nothing uses."""
     environment = {"OMP_NUM_THREADS": "1", "WEIGHTSYNC_SOCKET": agent.socket}
-    ray.init(address="local", num_cpus=2, num_gpus=2, include_dashboard=False, object_store_memory=100 << 20, runtime_env={"env_vars": environment})
+    ray.init(
+        address="local",
+        num_cpus=2,
+        num_gpus=2,
+        include_dashboard=False,
+        object_store_memory=100 << 20,
+        runtime_env={"env_vars": environment},
+    )
     yield
     ray.shutdown()
 
@@ -98,7 +105,11 @@ def test_each_sync_of_skyrls_trainer_is_a_version(
         # What SkyRL's loop calls after each step, with its pause and its cache.
         asyncio.run(trainer.dispatch.save_weights_for_sampler())
         arrived = load_file(agent.file(version))
-        assert {name: tuple(tensor.shape) for name, tensor in arrived.items()} == {"0.weight": (37, 8), "1.weight": (53, 8), "1.bias": (53,)}
+        assert {name: tuple(tensor.shape) for name, tensor in arrived.items()} == {
+            "0.weight": (37, 8),
+            "1.weight": (53, 8),
+            "1.bias": (53,),
+        }
         assert all(torch.equal(tensor, torch.full_like(tensor, version)) for tensor in arrived.values())
         assert client.weight_version == version
 

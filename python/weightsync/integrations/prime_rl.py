@@ -107,7 +107,10 @@ def main() -> None:
     # Less than the 720 s after which prime-rl asks again.
     parser.add_argument("--timeout", type=float, default=600, help="seconds after which a publish ends")
     chosen = parser.parse_args()
-    with Publisher.from_env(socket=chosen.socket) as publisher, Admin((chosen.host, chosen.port), publisher, timeout=chosen.timeout) as admin:
+    with (
+        Publisher.from_env(socket=chosen.socket) as publisher,
+        Admin((chosen.host, chosen.port), publisher, timeout=chosen.timeout) as admin,
+    ):
         admin.serve_forever()
 
 

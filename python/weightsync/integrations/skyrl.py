@@ -23,11 +23,14 @@ from skyrl.train.utils import validate_cfg
 from skyrl.train.utils.utils import initialize_ray
 
 from .._source import Meta
+from .._supported import check
 from ..publisher import Publisher
 from ..result import Result
 from ..sources import stream
 from ._once import once
 from ._ranks import gloo_group, next_version
+
+check("skyrl")
 
 OVERRIDE = "trainer.override_entrypoint="
 
@@ -91,7 +94,7 @@ def policy_worker(strategy: str) -> type[PolicyWorkerBase]:
 class WeightSyncTrainer(RayPPOTrainer):
     """SkyRL's trainer with policy workers that publish."""
 
-    def build_models(self, PolicyWorker: Any, CriticWorker: Any, RefWorker: Any) -> None:  # noqa: N803, the names are SkyRL's
+    def build_models(self, PolicyWorker: Any, CriticWorker: Any, RefWorker: Any) -> None:
         """As SkyRL's, with another policy worker."""
         super().build_models(ray.remote(num_gpus=1)(policy_worker(self.cfg.trainer.strategy)), CriticWorker, RefWorker)
 

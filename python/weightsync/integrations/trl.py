@@ -20,6 +20,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from .._source import Meta, Source
+from .._supported import check
 from .._tensors import describe
 from ..errors import SourceFailed, WeightSyncError
 from ..publisher import Publisher
@@ -27,6 +28,8 @@ from ..result import Result
 from ..sources import module, stream
 from ._once import Once
 from ._ranks import gloo_group
+
+check("trl")
 
 _LOG = logging.getLogger("weightsync")
 

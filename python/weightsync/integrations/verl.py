@@ -17,10 +17,13 @@ import ray
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineManager, CheckpointEngineRegistry
 from verl.utils.ray_utils import auto_await
 
+from .._supported import check
 from ..errors import SourceFailed
 from ..publisher import Publisher
 from ..result import Result
 from ._once import Once
+
+check("verl")
 
 BACKEND = "weightsync"
 

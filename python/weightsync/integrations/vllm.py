@@ -19,8 +19,11 @@ from typing import Any, ClassVar
 from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
+from .._supported import check
 from ..publisher import Publisher
 from ..result import Result
+
+check("vllm")
 
 BACKEND = "weightsync"
 

@@ -15,6 +15,8 @@ from itertools import count
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+from python.tests.local_documents import write_documents
+
 TRAINER = "tests.gpu.lmdeploy.trainer"
 ROOT = Path(__file__).parents[3]
 SEEDS = (1, 2, 3)
@@ -101,27 +103,22 @@ class Group:
         file = args.work / f"{name}.yaml"
         self.state = args.work / f"{name}-state"
         kind = {"vllm": "VLLM", "sglang": "SGLang", "lmdeploy": "LMDeploy"}[server.kind]
-        spec = {
-            "trainer": {"selector": {"matchLabels": {"part": "trainer"}}},
-            "rollouts": [{"name": "actors", "selector": {"matchLabels": {"part": "rollout"}}, "engine": {"kind": kind}}],
-            "delivery": delivery,
-            "update": {"pause": "AbortAwake", "kvCache": "Reset", "retainMiB": retain_mib},
-            "transport": {"type": transport.upper()} | ({"bucketMiB": bucket_mib} if bucket_mib else {}),
-        }
+        over = {"type": transport.upper()} | ({"bucketMiB": bucket_mib} if bucket_mib else {})
         if transport == "gdr":
             # These machines have no RDMA device. UCX connects over TCP and reads by CUDA IPC.
-            spec["transport"]["allowTcp"] = True
-        version = "weightsync.dev/v1alpha1"
-        weightsync = {"apiVersion": version, "kind": "WeightSync", "metadata": {"name": name}, "spec": spec}
-        processes = {
-            "apiVersion": version,
-            "kind": "LocalProcesses",
-            "directory": str(self.state),
-            "trainer": {"gpu": gpus[trainer_gpu]},
+            over["allowTcp"] = True
+        write_documents(
+            file,
+            name,
             # An engine that joins by itself has an agent without a GPU.
-            "rollouts": [{"name": "actor", "port": server.port, "gpus": [gpus[0]] if delivery == "Agent" else []}],
-        }
-        file.write_text(f"{json.dumps(weightsync)}\n---\n{json.dumps(processes)}\n")
+            [{"name": "actor", "port": server.port, "gpus": [gpus[0]] if delivery == "Agent" else []}],
+            state=self.state,
+            engine=kind,
+            trainer_gpu=gpus[trainer_gpu],
+            delivery=delivery,
+            update={"pause": "AbortAwake", "kvCache": "Reset", "retainMiB": retain_mib},
+            transport=over,
+        )
         environment = os.environ | {"WEIGHTSYNC_MODEL_DIR": str(server.model), "WEIGHTSYNC_LOG": args.log}
         self.log = args.out / f"{name}-local.log"
         with self.log.open("w") as errors:
