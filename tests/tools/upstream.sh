@@ -1,68 +1,115 @@
 #!/usr/bin/env bash
 # Run a framework's own classes against WeightSync, from its wheel or checkout, on a CPU.
 #
-#   tests/tools/upstream.sh trl             TRL's AsyncGRPOTrainer and GRPOTrainer
-#   tests/tools/upstream.sh verl            verl's manager and worker groups, with Ray
-#   tests/tools/upstream.sh vllm            the trainer interface of vLLM 0.33, which has no wheel for CPU: its Python files alone
-#   tests/tools/upstream.sh xtuner DIR      XTuner's WeightUpdater from a checkout
-#   tests/tools/upstream.sh slime DIR       slime's UpdateWeightFromDisk from a checkout
+#   tests/tools/upstream.sh trl               TRL's AsyncGRPOTrainer and GRPOTrainer
+#   tests/tools/upstream.sh verl              verl's manager and worker groups, with Ray
+#   tests/tools/upstream.sh vllm              vLLM's trainer interface: its wheel is for GPUs, so its Python files alone
+#   tests/tools/upstream.sh skyrl             SkyRL's trainer, worker groups and FSDP worker, with Ray
+#   tests/tools/upstream.sh areal             AReaL's FSDPEngine and rollout engine
+#   tests/tools/upstream.sh xtuner DIR        XTuner's WeightUpdater from a checkout
+#   tests/tools/upstream.sh slime DIR         slime's UpdateWeightFromDisk from a checkout
+#   tests/tools/upstream.sh prime-rl DIR      prime-rl's sender by files, watcher and inference pool from a checkout
 #
 # What they need is installed over the virtual environment of vllm-venv.sh, once. The programs must be built (`make programs`).
+# VERSION=V takes that release of a framework with a wheel. It prints the version that ran.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../cluster/lib.sh"
 
-usage="usage: upstream.sh trl | verl | vllm | xtuner DIR | slime DIR"
+usage="usage: upstream.sh trl | verl | vllm | skyrl | areal | xtuner DIR | slime DIR | prime-rl DIR"
 framework=${1:?$usage}
 tests=$here/../../python/tests
 venv=$("$here/vllm-venv.sh" --print)
-path=$(realpath "$tests/.."):$(realpath "$tests")
+path=$(realpath "$tests/.."):$(realpath "$tests"):$(realpath "$tests/upstream")
 
-# layer PACKAGE...: print a Python that has these packages over vLLM's virtual environment.
+# layer PACKAGE...: print a Python that has these packages over vLLM's virtual environment. `--` before packages without what they name.
 layer() {
   local dir
   dir=$WEIGHTSYNC_CACHE/upstream-$framework-$(echo "$framework" "$@" "$(key vllm-requirements.txt)" | sha256sum | cut -c1-12)
   # shellcheck disable=SC2016
   once "$dir" bash -euc '
-    "$0/bin/python" -m venv "${@: -1}/venv"
-    cd "${@: -1}"/venv
-    ls -d "$0"/lib/python3*/site-packages >lib/python3.11/site-packages/layer.pth
-    bin/pip install --disable-pip-version-check "${@:1:$#-1}"' "$venv" "$@"
+    base=$0 dir=${@: -1}
+    set -- "${@:1:$#-1}"
+    "$base/bin/python" -m venv "$dir/venv"
+    cd "$dir"/venv
+    ls -d "$base"/lib/python3*/site-packages >lib/python3.11/site-packages/layer.pth
+    whole=() bare=()
+    while [ $# -gt 0 ] && [ "$1" != -- ]; do whole+=("$1"); shift; done
+    [ $# -gt 0 ] && shift && bare=("$@")
+    [ ${#whole[@]} -eq 0 ] || bin/pip install --disable-pip-version-check "${whole[@]}"
+    [ ${#bare[@]} -eq 0 ] || bin/pip install --disable-pip-version-check --no-deps "${bare[@]}"' "$venv" "$@"
   echo "$dir/venv/bin/python"
+}
+
+# checkout: put the folder of the second argument, or these of its subfolders, on the path; print nothing.
+checkout() {
+  local dir
+  dir=$(realpath "${1:?$usage}")
+  shift
+  for part in "${@:-.}"; do path=$path:$dir/$part; done
+  VERSION=$(git -C "$dir" log -1 --format='commit %h (%cs)' 2>/dev/null || echo "a folder without git")
 }
 
 case $framework in
 trl)
-  python=$(layer trl==1.16.0 accelerate==1.15.0 datasets==5.2.0)
+  VERSION=${VERSION:-1.16.0}
+  python=$(layer trl=="$VERSION" accelerate==1.15.0 datasets==5.2.0)
   test=upstream/trl_trainers.py
   ;;
 verl)
-  python=$(layer verl==0.9.1 ray==2.60.0)
+  VERSION=${VERSION:-0.9.1}
+  python=$(layer verl=="$VERSION" ray==2.60.0)
   test=upstream/verl_manager.py
   ;;
 vllm)
-  dir=$WEIGHTSYNC_CACHE/upstream-vllm-0.33.0
+  VERSION=${VERSION:-0.33.0}
+  dir=$WEIGHTSYNC_CACHE/upstream-vllm-$VERSION
   # shellcheck disable=SC2016
-  once "$dir" bash -euc 'cd "$1"; "$0" -m pip download --no-deps vllm==0.33.0; "$0" -m zipfile -e vllm-*.whl .; rm vllm-*.whl; find vllm -name "*.so" -delete' \
-    "$venv/bin/python"
+  once "$dir" bash -euc 'cd "$2"; "$0" -m pip download --no-deps vllm=="$1"; "$0" -m zipfile -e vllm-*.whl .; rm vllm-*.whl; find vllm -name "*.so" -delete' \
+    "$venv/bin/python" "$VERSION"
   python=$venv/bin/python
   path=$path:$dir
   test=test_vllm_trainer.py
   ;;
+skyrl)
+  VERSION=${VERSION:-0.3.0}
+  # Its wheel asks for another torch, and for packages that are built for GPUs.
+  python=$(layer ray==2.56.0 peft==0.18.1 accelerate datasets func_timeout hydra-core jaxtyping loguru omegaconf orjson polars \
+    skyrl-gym==0.4.0 tensordict torchdata wandb -- skyrl=="$VERSION" vllm-router)
+  # Its types are those of Python 3.12 for pydantic, though the wheel takes 3.11.
+  echo 'import typing, typing_extensions; typing.TypedDict = typing_extensions.TypedDict' \
+    >"$(dirname "$python")/../lib/python3.11/site-packages/typeddict.pth"
+  path=$path:$(realpath "$tests/upstream/stand_ins")
+  test=upstream/skyrl_trainer.py
+  ;;
+areal)
+  VERSION=${VERSION:-1.0.4}
+  # Its wheel asks for another torch, and for the packages of all its agents.
+  python=$(layer ray==2.56.0 peft aiofiles colorama colorlog datasets flask hydra-core json5 latex2sympy2_extended math-verify==0.8.0 nltk omegaconf \
+    pandas pebble python-dotenv setproctitle swanboard swanlab tabulate tenacity tensorboardX torchdata trackio uvloop wandb zstandard \
+    -- areal=="$VERSION")
+  path=$path:$(realpath "$tests/upstream/stand_ins")
+  test=upstream/areal_engine.py
+  ;;
 xtuner)
-  checkout=${2:?$usage}
+  checkout "${2:?$usage}"
   python=$(layer ray==2.60.0 cyclopts==5.5.2 mmengine==0.10.7 more-itertools datasets==5.2.0)
-  path=$path:$(realpath "$checkout")
   test=upstream/xtuner_updater.py
   ;;
 slime)
-  checkout=${2:?$usage}
+  checkout "${2:?$usage}"
   python=$(layer ray==2.60.0)
-  path=$path:$(realpath "$checkout")
   test=upstream/slime_disk.py
+  ;;
+prime-rl)
+  checkout "${2:?$usage}" src packages/prime-rl-configs/src
+  python=$(layer verifiers==0.4.0 renderers==0.1.12 prime-pydantic-config==0.4.3 beartype datasets jaxtyping spmd-types tenacity \
+    tensorboard==2.19.0 tyro "wandb>=0.26" -- modelexpress==0.3.0 torchtitan==0.1.0)
+  test=upstream/prime_rl_orchestrator.py
   ;;
 *)
   die "$usage"
   ;;
 esac
+echo "$framework: $VERSION"
 export PYTHONPATH=$path HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TRL_EXPERIMENTAL_SILENCE=1
 exec "$python" -m pytest -q "$tests/$test"
