@@ -150,8 +150,12 @@ python-test: venv programs ## Check and test the Python client
 	venv=$$($(CLUSTER)/vllm-venv.sh --print); cd python; PYTHONPATH=$$PWD "$$venv/bin/python" -m pytest -q tests
 
 .PHONY: upstream-test
-upstream-test: venv programs ## Run a framework's own classes against the client (FRAMEWORK=trl, verl, vllm, "xtuner DIR" or "slime DIR"): downloads them
+upstream-test: venv programs ## Run a framework's own classes against the client (FRAMEWORK=trl, or another of tests/tools/upstream.sh): downloads them
 	tests/tools/upstream.sh $(FRAMEWORK)
+
+.PHONY: upstream
+upstream: venv programs ## Run the newest release of every framework, and write the table of docs/integrations/README.md (FRAMEWORKS='trl verl': these only)
+	tests/tools/upstream-all.sh $(FRAMEWORKS)
 
 .PHONY: chart-lint
 chart-lint: ## Check the chart, its rendered manifests, and its alerts

@@ -12,7 +12,7 @@ VERSION = "weightsync.dev/v1alpha1"
 
 
 def free_port() -> int:
-    """A port of this host that nobody listens on at this moment."""
+    """A port of this host that is free at this moment."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])

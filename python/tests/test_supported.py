@@ -1,4 +1,4 @@
-"""What is said of releases of other packages that the client was not run with."""
+"""The warning about releases of other packages that the client was not run with."""
 
 from __future__ import annotations
 

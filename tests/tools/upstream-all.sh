@@ -32,11 +32,15 @@ commit() { git -C "$1" log -1 --format='commit %h (%cs)'; }
 
 # row NAME PAGE VERSION HOW RESULT: put a row into the table in the place of the earlier one of this name.
 row() {
-  local line="| [$1]($2) | $3 | $4 | $5 | $(date -u +%F) |"
+  local line day
+  day=$(date -u +%F)
+  line="| [$1]($2) | $3 | $4 | $5 | $day |"
   say "$line"
   grep -vF "| [$1](" "$page" >"$work/page" || true
-  { sed '/<!-- rows -->/q' "$work/page"; { sed '1,/<!-- rows -->/d;/<!-- end -->/,$d' "$work/page"; echo "$line"; } | LC_ALL=C sort -f; sed -n '/<!-- end -->/,$p' "$work/page"; } \
-    >"$work/new"
+  sed '1,/^|---|---|---|---|---|$/d' "$work/page" >"$work/rest"
+  sed '/^|---|---|---|---|---|$/q' "$work/page" >"$work/new"
+  { sed '/^$/,$d' "$work/rest"; echo "$line"; } | LC_ALL=C sort -f >>"$work/new"
+  sed -n '/^$/,$p' "$work/rest" >>"$work/new"
   cp "$work/new" "$page"
 }
 

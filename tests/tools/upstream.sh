@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Run a framework's own classes against WeightSync, from its wheel or checkout, on a CPU.
 #
-#   tests/tools/upstream.sh trl               TRL's AsyncGRPOTrainer and GRPOTrainer
-#   tests/tools/upstream.sh verl              verl's manager and worker groups, with Ray
-#   tests/tools/upstream.sh vllm              vLLM's trainer interface: its wheel is for GPUs, so its Python files alone
-#   tests/tools/upstream.sh skyrl             SkyRL's trainer, worker groups and FSDP worker, with Ray
-#   tests/tools/upstream.sh areal             AReaL's FSDPEngine and rollout engine
-#   tests/tools/upstream.sh xtuner DIR        XTuner's WeightUpdater from a checkout
-#   tests/tools/upstream.sh slime DIR         slime's UpdateWeightFromDisk from a checkout
-#   tests/tools/upstream.sh prime-rl DIR      prime-rl's sender by files, watcher and inference pool from a checkout
+#   tests/tools/upstream.sh trl             TRL's AsyncGRPOTrainer and GRPOTrainer
+#   tests/tools/upstream.sh verl            verl's manager and worker groups, with Ray
+#   tests/tools/upstream.sh vllm            vLLM's trainer interface: its wheel is for GPUs, so its Python files alone
+#   tests/tools/upstream.sh xtuner DIR      XTuner's WeightUpdater from a checkout
+#   tests/tools/upstream.sh slime DIR       slime's UpdateWeightFromDisk from a checkout
+#   tests/tools/upstream.sh skyrl           SkyRL's trainer, worker groups and FSDP worker, with Ray
+#   tests/tools/upstream.sh areal           AReaL's FSDPEngine and rollout engine
+#   tests/tools/upstream.sh prime-rl DIR    prime-rl's sender by files, watcher and inference pool from a checkout
 #
 # What they need is installed over the virtual environment of vllm-venv.sh, once. The programs must be built (`make programs`).
 # VERSION=V takes that release of a framework with a wheel. It prints the version that ran.
@@ -102,7 +102,7 @@ slime)
   ;;
 prime-rl)
   checkout "${2:?$usage}" src packages/prime-rl-configs/src
-  python=$(layer verifiers==0.4.0 renderers==0.1.12 prime-pydantic-config==0.4.3 beartype datasets jaxtyping spmd-types tenacity \
+  python=$(layer verifiers==0.4.0 renderers==0.1.12 prime-pydantic-config==0.4.3 beartype datasets jaxtyping spmd-types tenacity torchdata \
     tensorboard==2.19.0 tyro "wandb>=0.26" -- modelexpress==0.3.0 torchtitan==0.1.0)
   test=upstream/prime_rl_orchestrator.py
   ;;

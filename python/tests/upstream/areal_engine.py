@@ -61,7 +61,9 @@ def rollout(agent: Agent, tmp_path: Path) -> Iterator[WeightSyncEngine]:
 def trained(tmp_path: Path) -> Iterator[FSDPEngine]:
     """AReaL's train engine with a small model."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1)
-    shape = LlamaConfig(vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
+    shape = LlamaConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1
+    )
     shape.save_pretrained(tmp_path / "model")
     engine = FSDPEngine(TrainEngineConfig(backend="fsdp:d1", path=str(tmp_path / "model"), **NAMED))
     engine.model, engine.tokenizer, engine.processor = LlamaForCausalLM(shape), None, None

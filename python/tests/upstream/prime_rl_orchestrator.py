@@ -15,7 +15,6 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import httpx
 import pytest
 import torch
 import torch.distributed as dist
@@ -82,17 +81,3 @@ def test_each_version_that_prime_rls_watcher_finds_is_published(prime_rl: Any, a
     asyncio.run(rounds())
     assert admin.result is not None
     assert (admin.result.version, watcher.update_count) == (3, 3)
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "status"),
-    [
-        ("/pause?mode=keep", {}, 200),
-        ("/update_weights", {"weight_dir": None}, 400),
-        ("/update_weights", {"weight_dir": "/nowhere/step_1"}, 400),
-        ("/init_broadcaster", {}, 400),
-    ],
-)
-def test_a_request_that_cannot_be_met_is_not_repeated(admin: Admin, path: str, body: dict[str, Any], status: int) -> None:
-    """prime-rl asks again after an answer of 5xx only."""
-    assert httpx.post(url(admin) + path, json=body, timeout=LIMIT).status_code == status
