@@ -118,3 +118,9 @@ def test_engines_without_agents_are_refused(experiment: skyrl.WeightSyncExp) -> 
     experiment.cfg.generator.inference_engine.run_engines_locally = True
     with pytest.raises(ValueError, match="external_proxy_url"):
         experiment.get_inference_client()
+
+
+def test_adapters_alone_are_refused(experiment: skyrl.WeightSyncExp) -> None:
+    experiment.cfg.trainer.policy.model.lora.rank = 8
+    with pytest.raises(ValueError, match="merge_lora"):
+        experiment.get_inference_client()

@@ -111,6 +111,8 @@ class WeightSyncExp(BasePPOExp):
         if self.cfg.trainer.placement.colocate_all or self.cfg.generator.inference_engine.run_engines_locally:
             raise ValueError("the engines need agents: set run_engines_locally=false, colocate_all=false and external_proxy_url")
         client = super().get_inference_client()
+        if client.uses_lora_weight_sync:
+            raise ValueError("adapters alone are not published: merge them (Megatron's lora_config.merge_lora), or train full weights")
         client.server_urls = []
         return client
 
