@@ -66,3 +66,9 @@ def test_importing_a_module_names_the_release(tmp_path: Path, module: str, packa
     ended = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, check=True, timeout=2 * LIMIT)
     first, end = _supported.RANGES[package]
     assert f"weightsync was run with {package} from {first} to before {end}, and finds 99.0.0" in ended.stderr
+
+
+def test_the_page_has_the_ranges_of_the_module() -> None:
+    page = (ROOT / "docs/integrations/README.md").read_text()
+    rows = page.split("| package | from | to before |\n|---|---|---|\n")[1].split("\n\n")[0]
+    assert rows.splitlines() == [f"| {package} | {first} | {end} |" for package, (first, end) in _supported.RANGES.items()]
