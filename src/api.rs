@@ -30,7 +30,7 @@ pub use crd::prune;
 pub use crd::{crd, crd_yaml, schema, unknown_fields};
 pub use document::{DocumentError, check_version, read_document};
 pub use engine_kind::EngineKind;
-pub use pods::{CONTAINER_ANNOTATION, container_name, not_ready, pod_facts};
+pub use pods::{CONTAINER_ANNOTATION, NOT_STARTED, cannot_start, container_name, not_ready, pod_facts};
 pub use policy::{
     Agent, BeforeFirstVersion, Digest, Health, Join, KvCache, Launch, Membership, NCCL_ENV, OnWedged, Pause, Preflight, Readiness,
     Transport, TransportType, Update,

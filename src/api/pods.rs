@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::net::IpAddr;
 
-use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::api::core::v1::{ContainerStatus, Pod};
 
 use weightsync_core::plan::{PodFacts, PodPhase};
 
@@ -35,6 +35,7 @@ pub fn pod_facts(pod: &Pod, unready: Option<String>) -> PodFacts {
         uid: metadata.uid.clone().unwrap_or_default(),
         node: pod.spec.as_ref().and_then(|spec| spec.node_name.clone()),
         missing_container: missing_container(pod),
+        stuck: stuck(pod),
         phase,
         terminating: metadata.deletion_timestamp.is_some(),
         index,
@@ -71,6 +72,39 @@ fn annotated_container(pod: &Pod) -> Option<&String> {
 fn missing_container(pod: &Pod) -> Option<String> {
     let mut containers = pod.spec.iter().flat_map(|spec| &spec.containers);
     annotated_container(pod).filter(|named| containers.all(|container| container.name != **named)).cloned()
+}
+
+/// The kubelet's (1.36) reason for a container that was created and could not be started.
+pub const NOT_STARTED: &str = "RunContainerError";
+/// Its reasons for a container whose image it does not get.
+const NO_IMAGE: [&str; 4] = ["ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"];
+
+/// Why a container waits without end: it needs a change of its pod, its image or its configuration.
+pub fn cannot_start(status: &ContainerStatus) -> Option<String> {
+    let waiting = status.state.as_ref()?.waiting.as_ref()?;
+    let reason = waiting.reason.as_deref()?;
+    let no_image = NO_IMAGE.contains(&reason);
+    if !no_image && !["CreateContainerConfigError", NOT_STARTED].contains(&reason) {
+        return None;
+    }
+    let message = waiting.message.as_deref().unwrap_or_default();
+    let mut cause = format!("container {} cannot start: {reason} {message}", status.name).trim_end().to_owned();
+    if no_image {
+        cause.push_str("; check the image's name, and the pull Secret that the pod needs (imagePullSecrets)");
+    }
+    Some(cause)
+}
+
+/// Why a pod makes no progress: a container that cannot start, or no node for it.
+fn stuck(pod: &Pod) -> Option<String> {
+    let status = pod.status.as_ref()?;
+    let containers = status.init_container_statuses.iter().chain(&status.container_statuses).flatten();
+    let unscheduled = || {
+        let conditions = status.conditions.iter().flatten();
+        let condition = conditions.into_iter().find(|condition| condition.type_ == "PodScheduled" && condition.status == "False")?;
+        Some(format!("no node takes it: {}", condition.message.as_deref().or(condition.reason.as_deref()).unwrap_or("no cause is given")))
+    };
+    containers.into_iter().find_map(cannot_start).or_else(unscheduled)
 }
 
 /// Why the kubelet reports a pod as not ready; `None` when it is ready. If only a WeightSync update made it unready, the caller must not

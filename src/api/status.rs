@@ -221,6 +221,18 @@ pub enum EdgeVerdict {
     Unmeasured,
 }
 
+impl EdgeVerdict {
+    /// Its name as a label of a metric.
+    pub const fn label(self) -> &'static str {
+        match self {
+            Self::Good => "good",
+            Self::Slow => "slow",
+            Self::Broken => "broken",
+            Self::Unmeasured => "unmeasured",
+        }
+    }
+}
+
 /// Number of replicas.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]

@@ -8,9 +8,9 @@ use std::sync::Arc;
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet};
 
-use super::metrics::{OBJECT, PLAN_DEPTH, REPLICAS};
+use super::metrics::{EDGES, OBJECT, PLAN_DEPTH, REPLICAS, SLOWEST_EDGE};
 use super::objects::{Objects, Seen};
-use crate::api::ConditionType;
+use crate::api::{ConditionType, EdgeStatus};
 use weightsync_core::membership::{MemberStanding, MembershipView};
 use weightsync_core::protocol::{Role, TransportChoice};
 use weightsync_net::metrics::Definition;
@@ -22,10 +22,29 @@ struct Replica {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct Object {
+struct Name {
     /// Not `namespace`: the scraper gives each series that of the controller's pod.
     object_namespace: String,
     object: String,
+}
+
+impl Name {
+    fn of(object: &Seen) -> Self {
+        Self { object_namespace: object.namespace.clone(), object: object.name.clone() }
+    }
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Edges {
+    #[prometheus(flatten)]
+    object: Name,
+    verdict: &'static str,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Object {
+    #[prometheus(flatten)]
+    name: Name,
     ready: String,
     reason: String,
     degraded: String,
@@ -50,6 +69,16 @@ impl Collector for Census {
         }
         let depth = seen.iter().map(|object| depth(&object.view)).max().unwrap_or(0);
         PLAN_DEPTH.encode(&mut encoder)?.encode_gauge(&depth)?;
+        let mut edges = EDGES.encode(&mut encoder)?;
+        for object in &seen {
+            for (verdict, count) in verdicts(object) {
+                Definition::gauge_series(&mut edges, &Edges { object: Name::of(object), verdict }, count)?;
+            }
+        }
+        let mut slowest = SLOWEST_EDGE.encode(&mut encoder)?;
+        for (object, rate) in seen.iter().filter_map(|object| Some((object, slowest_edge(object)?))) {
+            Definition::gauge_series(&mut slowest, &Name::of(object), rate)?;
+        }
         let mut objects = OBJECT.encode(&mut encoder)?;
         for object in &seen {
             Definition::gauge_series(&mut objects, &describe(object), 1)?;
@@ -67,6 +96,24 @@ fn count<'a>(views: impl Iterator<Item = &'a MembershipView>) -> BTreeMap<Replic
     counts
 }
 
+fn edges(object: &Seen) -> impl Iterator<Item = &EdgeStatus> {
+    object.status.iter().filter_map(|status| status.preflight.as_ref()).flat_map(|preflight| &preflight.edges)
+}
+
+/// Edges of the last pre-flight by verdict; empty without one.
+fn verdicts(object: &Seen) -> BTreeMap<&'static str, i64> {
+    let mut counts = BTreeMap::new();
+    for edge in edges(object) {
+        *counts.entry(edge.verdict.label()).or_default() += 1;
+    }
+    counts
+}
+
+/// Bytes a second of its slowest verified edge.
+fn slowest_edge(object: &Seen) -> Option<i64> {
+    edges(object).filter_map(|edge| edge.bytes_per_second).min()
+}
+
 /// Length of the chain of a committed group, in rollouts.
 fn depth(view: &MembershipView) -> i64 {
     let chained = view.committed && view.transport.as_ref().is_none_or(|transport| transport.name() == "tcp");
@@ -82,8 +129,7 @@ fn describe(object: &Seen) -> Object {
     };
     let status = |kind| condition(kind).map_or_else(|| "Unknown".to_owned(), |condition| condition.status.clone());
     Object {
-        object_namespace: object.namespace.clone(),
-        object: object.name.clone(),
+        name: Name::of(object),
         ready: status(ConditionType::Ready),
         reason: condition(ConditionType::Ready).map(|condition| condition.reason.clone()).unwrap_or_default(),
         degraded: status(ConditionType::Degraded),
@@ -91,3 +137,6 @@ fn describe(object: &Seen) -> Object {
         transport: object.view.transport.as_ref().map_or("none", TransportChoice::name).to_owned(),
     }
 }
+
+#[cfg(test)]
+mod tests;

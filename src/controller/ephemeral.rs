@@ -12,7 +12,7 @@ use k8s_openapi::api::core::v1::{
 };
 use k8s_openapi::jiff::Timestamp;
 
-use crate::api::SecretKey;
+use crate::api::{NOT_STARTED, SecretKey, cannot_start};
 
 /// Most ephemeral agents of one pod.
 pub(super) const MAX_LAUNCHES: usize = 20;
@@ -26,8 +26,6 @@ const WRAPPED: &str = "weightsync-program";
 const INJECT: &str = "weightsync.dev/inject";
 /// Annotation that names the Secret and key that the pod's agent may use, as SECRET/KEY.
 const API_KEY: &str = "weightsync.dev/api-key-secret";
-/// The kubelet's (1.36) reason for a container that was created and could not be started.
-const NOT_STARTED: &str = "RunContainerError";
 const BASE: Duration = Duration::from_secs(2);
 const CAP: Duration = Duration::from_secs(300);
 
@@ -125,15 +123,6 @@ fn end(status: &ContainerStatus) -> Option<&ContainerStateTerminated> {
     let not_started = state.waiting.as_ref().is_some_and(|waiting| waiting.reason.as_deref() == Some(NOT_STARTED));
     let last = status.last_state.as_ref().filter(|_| not_started);
     state.terminated.as_ref().or_else(|| last?.terminated.as_ref())
-}
-
-/// A container whose image cannot be pulled waits until the pod ends: the entry can be neither changed nor removed.
-fn cannot_start(status: &ContainerStatus) -> Option<String> {
-    let waiting = status.state.as_ref()?.waiting.as_ref()?;
-    let reason = waiting.reason.as_deref()?;
-    let stuck = ["ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "CreateContainerConfigError", NOT_STARTED];
-    let message = waiting.message.as_deref().unwrap_or_default();
-    stuck.contains(&reason).then(|| format!("container {} cannot start: {reason} {message}", status.name).trim_end().to_owned())
 }
 
 /// Remaining wait: doubles with each launch, counted from the last end.

@@ -44,6 +44,15 @@ pub(super) const REPLICAS: Definition = Definition::gauge("replicas", "Replicas 
 ]);
 pub(super) const PLAN_DEPTH: Definition =
     Definition::gauge("plan_depth", "Members of the longest chain of all groups over TCP: how often a bucket is forwarded");
+pub(super) const EDGES: Definition =
+    Definition::gauge("preflight_edges", "Edges that the last pre-flight of an object decided its chain by").by(&[
+        ("object_namespace", "its namespace"),
+        ("object", "its name"),
+        ("verdict", "`good`, `slow`, `broken`, `unmeasured`"),
+    ]);
+pub(super) const SLOWEST_EDGE: Definition =
+    Definition::gauge("preflight_slowest_edge_bytes_per_second", "Rate of the slowest edge that the last pre-flight of an object verified")
+        .by(&[("object_namespace", "its namespace"), ("object", "its name")]);
 pub(super) const OBJECT: Definition = Definition::gauge("object_info", "1 for each object; the labels have its conditions as in status")
     .by(&[
         ("object_namespace", "its namespace"),
@@ -75,6 +84,8 @@ pub const DEFINITIONS: &[Definition] = &[
     EVENTS_LOST,
     REPLICAS,
     PLAN_DEPTH,
+    EDGES,
+    SLOWEST_EDGE,
     OBJECT,
 ];
 

@@ -62,6 +62,28 @@ fn index_comes_from_stateful_set_or_indexed_job_only() {
 }
 
 #[test]
+fn pending_pod_names_the_container_or_node_it_lacks() {
+    let stuck = |status: Value| {
+        let mut status = status;
+        status["phase"] = json!("Pending");
+        pod_facts(&pod(json!({"status": status})), None).stuck
+    };
+    let waiting = |reason: &str| {
+        let status = json!({"name": "weightsync-agent", "image": "i", "imageID": "", "ready": false, "restartCount": 0,
+            "state": {"waiting": {"reason": reason, "message": "Back-off pulling image \"registry.example.com/weightsync:1\""}}});
+        stuck(json!({"initContainerStatuses": [status]}))
+    };
+    let found = waiting("ImagePullBackOff").unwrap();
+    assert!(found.starts_with("container weightsync-agent cannot start: ImagePullBackOff Back-off pulling image"), "{found}");
+    assert!(found.ends_with("check the image's name, and the pull Secret that the pod needs (imagePullSecrets)"), "{found}");
+    assert!(!waiting("CreateContainerConfigError").unwrap().contains("pull Secret"));
+    assert_eq!(waiting("PodInitializing"), None);
+    let unscheduled = json!({"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/1 nodes are available: Insufficient nvidia.com/gpu."});
+    let found = stuck(json!({"conditions": [unscheduled]})).unwrap();
+    assert_eq!(found, "no node takes it: 0/1 nodes are available: Insufficient nvidia.com/gpu.");
+}
+
+#[test]
 fn a_name_is_stable_when_the_next_pod_would_have_it_too() {
     let stable = |metadata: Value| pod_facts(&pod(json!({"metadata": metadata})), None).stable_name;
     assert!(stable(json!({})));

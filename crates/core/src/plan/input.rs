@@ -140,6 +140,8 @@ pub struct PodFacts {
     /// Why the caller leaves it out now, as text; `None` if it is fit. The caller knows whether lost readiness is the pod's own fault or
     /// comes from a running update.
     pub unready: Option<String>,
+    /// Why a pending pod makes no progress, as the kubelet or the scheduler reports, with the next step; `None` if neither says so.
+    pub stuck: Option<String>,
 }
 
 impl PodFacts {

@@ -48,7 +48,8 @@ pub(super) fn unfit(pod: &PodFacts) -> Option<(LeftOutCode, String)> {
         return Some((LeftOutCode::NoContainer, message));
     }
     if pod.phase == PodPhase::Pending {
-        return Some((LeftOutCode::NotRunning, format!("pod {name} has not started all its containers")));
+        let why = pod.stuck.as_ref().map(|stuck| format!(": {stuck}")).unwrap_or_default();
+        return Some((LeftOutCode::NotRunning, format!("pod {name} has not started all its containers{why}")));
     }
     pod.unready.as_ref().map(|reason| (LeftOutCode::NotReady, format!("pod {name}: {reason}")))
 }
