@@ -1,9 +1,18 @@
 //! What the chart renders, for the values that people set: checked without a cluster, by helm itself.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
+use k8s_openapi::api::admissionregistration::{v1 as admission, v1alpha1 as mutating};
+use k8s_openapi::api::apps::v1::Deployment;
+use k8s_openapi::api::core::v1::{ConfigMap, Secret, Service, ServiceAccount};
+use k8s_openapi::api::networking::v1::NetworkPolicy;
+use k8s_openapi::api::policy::v1::PodDisruptionBudget;
+use k8s_openapi::api::rbac::v1 as rbac;
+use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
 const CHART: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/charts/weightsync");
@@ -18,11 +27,16 @@ fn helm() -> PathBuf {
 }
 
 fn template(values: &Value, version: &str) -> Output {
+    template_of(Path::new(CHART), values, version)
+}
+
+fn template_of(chart: &Path, values: &Value, version: &str) -> Output {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("values.yaml");
     std::fs::write(&file, values.to_string()).unwrap();
     let mut command = Command::new(helm());
-    command.args(["template", "ws", CHART, "--namespace", "sys", "--kube-version", version, "--values"]).arg(file);
+    command.args(["template", "ws"]).arg(chart);
+    command.args(["--namespace", "sys", "--kube-version", version, "--values"]).arg(file);
     command.env("HELM_CACHE_HOME", folder.path()).env("HELM_CONFIG_HOME", folder.path()).env("HELM_DATA_HOME", folder.path());
     command.output().unwrap()
 }
@@ -282,6 +296,11 @@ fn values_that_make_no_sense_are_refused_by_name() {
         (json!({"injection": {"resources": {"limits": {"memory": "much"}}}}), "memory"),
         (json!({"injection": {"sharedMemory": {"sizeLimit": "8 GiB"}}}), "sizeLimit"),
         (json!({"image": {"digest": "latest"}}), "digest"),
+        (json!({"fullnameOverride": "Not_A_Name"}), "fullnameOverride"),
+        (json!({"commonLabels": {"app.kubernetes.io/name": "other"}}), "app.kubernetes.io/name"),
+        (json!({"imagePullSecrets": ["registry"]}), "imagePullSecrets"),
+        (json!({"injection": {"imagePullSecrets": [{"secret": "registry"}]}}), "imagePullSecrets"),
+        (json!({"topologySpreadConstraints": [{"maxSkew": 1}]}), "topologySpreadConstraints"),
     ] {
         let message = refused(&values);
         assert!(message.contains(part), "{part} is not in {message}");
@@ -296,4 +315,289 @@ fn a_flavour_names_another_image_everywhere() {
     let digest = format!("sha256:{}", "0".repeat(64));
     let why = refused(&json!({"image": {"digest": digest, "flavour": "gdr"}}));
     assert!(why.contains("leave image.flavour empty"), "{why}");
+}
+
+/// The pod template of the controller.
+fn controller(objects: &[Value], name: &str) -> Value {
+    named(objects, "Deployment", name)["spec"]["template"].clone()
+}
+
+#[test]
+fn overridden_name_replaces_the_releases_everywhere() {
+    for (values, name) in [
+        (json!({"nameOverride": "sync"}), "ws-sync"),
+        (json!({"nameOverride": "w"}), "ws"),
+        (json!({"fullnameOverride": "sync", "nameOverride": "other"}), "sync"),
+    ] {
+        let objects = render(&values);
+        assert!(!serde_json::to_string(&objects).unwrap().contains("ws-weightsync"), "{values}");
+        let template = controller(&objects, name);
+        assert_eq!(template["spec"]["serviceAccountName"], name);
+        assert!(template["spec"]["containers"][0]["args"].as_array().unwrap().contains(&json!(format!("--name={name}"))), "{template}");
+        assert!(injections(&objects).contains(&format!("https://{name}.sys.svc:8443")), "agents enrol at the Service");
+        // The plugin finds an installation by this label.
+        assert_eq!(template["metadata"]["labels"]["app.kubernetes.io/name"], "weightsync");
+    }
+}
+
+#[test]
+fn common_labels_are_on_every_object_and_in_no_selector() {
+    let mut values = everything();
+    values["commonLabels"] = json!({"team": "rl", "release": "all"});
+    let objects = render(&values);
+    for object in &objects {
+        let labels = &object["metadata"]["labels"];
+        assert_eq!(labels["team"], "rl", "{} {}", object["kind"], object["metadata"]["name"]);
+        // A label of one object goes before that of all.
+        let release = if object["kind"] == "ServiceMonitor" { "prom" } else { "all" };
+        assert_eq!(labels["release"], release, "{} {}", object["kind"], object["metadata"]["name"]);
+    }
+    assert_eq!(controller(&objects, "ws-weightsync")["metadata"]["labels"]["team"], "rl");
+    let budget = named(&objects, "PodDisruptionBudget", "ws-weightsync");
+    for selector in [&named(&objects, "Deployment", "ws-weightsync")["spec"]["selector"], &budget["spec"]["selector"]] {
+        assert!(selector["matchLabels"]["team"].is_null(), "a selector cannot be changed by an upgrade: {selector}");
+    }
+    assert!(named(&objects, "Service", "ws-weightsync")["spec"]["selector"]["team"].is_null());
+}
+
+#[test]
+fn controllers_pod_has_the_fields_that_values_set() {
+    let spread =
+        json!([{"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "ScheduleAnyway", "labelSelector": {"matchLabels": {"a": "b"}}}]);
+    let fields = json!({
+        "imagePullSecrets": [{"name": "registry"}],
+        "priorityClassName": "system-cluster-critical",
+        "nodeSelector": {"pool": "system"},
+        "tolerations": [{"key": "system", "operator": "Exists"}],
+        "affinity": {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}},
+        "topologySpreadConstraints": spread,
+    });
+    let mut values = fields.clone();
+    values["podAnnotations"] = json!({"sidecar.istio.io/inject": "false"});
+    values["resources"] = json!({"limits": {"memory": "1Gi"}});
+    let template = controller(&render(&values), "ws-weightsync");
+    for (field, value) in fields.as_object().unwrap() {
+        assert_eq!(template["spec"][field], *value, "{field}");
+    }
+    assert_eq!(template["metadata"]["annotations"], values["podAnnotations"]);
+    assert_eq!(template["spec"]["containers"][0]["resources"]["limits"]["memory"], "1Gi");
+}
+
+#[test]
+fn spread_without_selector_counts_the_controllers_pods() {
+    let spread = json!({"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule"});
+    let objects = render(&json!({"topologySpreadConstraints": [spread]}));
+    let constraint = &controller(&objects, "ws-weightsync")["spec"]["topologySpreadConstraints"][0];
+    assert_eq!(constraint["labelSelector"], named(&objects, "Deployment", "ws-weightsync")["spec"]["selector"]);
+    assert_eq!(constraint["topologyKey"], "zone");
+}
+
+#[test]
+fn pull_secrets_of_injected_pods_are_added_to_their_own() {
+    let text = injections(&render(&json!({"injection": {"imagePullSecrets": [{"name": "one"}, {"name": "two"}]}})));
+    assert_eq!(text.matches(r#"[\"one\",\"two\"].filter(n, !object.spec.?imagePullSecrets"#).count(), 2, "{text}");
+    assert_eq!(text.matches(r#"path: \"/spec/imagePullSecrets/-\""#).count(), 2, "{text}");
+    let without = injections(&render(&json!({"imagePullSecrets": [{"name": "registry"}]})));
+    assert!(!without.contains("imagePullSecrets"), "those of the controller are in another namespace: {without}");
+}
+
+#[test]
+fn chart_from_a_git_source_renders_without_its_repository() {
+    let folder = tempfile::tempdir().unwrap();
+    let copied = folder.path().join("weightsync");
+    copy_files(Path::new(CHART), &copied);
+    let (alone, here) = (template_of(&copied, &everything(), "1.36.3"), template(&everything(), "1.36.3"));
+    assert!(alone.status.success(), "{}", String::from_utf8_lossy(&alone.stderr));
+    assert!(alone.stdout == here.stdout, "the chart renders otherwise without the repository");
+}
+
+/// Copies files and folders. A link is an error: tools that read charts from Git follow none that leads out of the chart.
+fn copy_files(from: &Path, to: &Path) {
+    std::fs::create_dir(to).unwrap();
+    for entry in std::fs::read_dir(from).unwrap().map(Result::unwrap) {
+        let (kind, target) = (entry.file_type().unwrap(), to.join(entry.file_name()));
+        assert!(!kind.is_symlink(), "{} is a link", entry.path().display());
+        if kind.is_dir() {
+            copy_files(&entry.path(), &target);
+        } else {
+            std::fs::copy(entry.path(), &target).unwrap();
+        }
+    }
+}
+
+#[test]
+fn chart_has_the_version_of_the_programs() {
+    let chart: Value = serde_saphyr::from_str(&std::fs::read_to_string(Path::new(CHART).join("Chart.yaml")).unwrap()).unwrap();
+    for field in ["version", "appVersion"] {
+        assert_eq!(chart[field], env!("CARGO_PKG_VERSION"), "{field} is stale: make generate");
+    }
+}
+
+/// For each value of the chart, one that differs from `everything`.
+fn each_value() -> BTreeMap<&'static str, Value> {
+    let peers = json!([{"podSelector": {}}]);
+    let labels = json!({"some": "label"});
+    [
+        ("affinity", json!({"nodeAffinity": {}})),
+        ("aggregateRoles", json!(false)),
+        ("commonLabels", labels.clone()),
+        ("crds.enabled", json!(false)),
+        ("crds.keep", json!(false)),
+        ("fence.enabled", json!(false)),
+        ("fullnameOverride", json!("other")),
+        ("image.digest", json!(format!("sha256:{}", "a".repeat(64)))),
+        ("image.flavour", json!("gdr")),
+        ("image.pullPolicy", json!("Always")),
+        ("image.repository", json!("mirror/ws")),
+        ("image.tag", json!("other")),
+        ("imagePullSecrets", json!([{"name": "registry"}])),
+        ("injection.enabled", json!(false)),
+        ("injection.imagePullSecrets", json!([{"name": "registry"}])),
+        ("injection.resources.limits", json!({"memory": "1Gi"})),
+        ("injection.resources.requests", json!({"memory": "1Gi"})),
+        ("injection.sharedMemory.sizeLimit", json!("1Gi")),
+        ("logLevel", json!("debug")),
+        ("monitoring.board.annotations", labels.clone()),
+        ("monitoring.board.enabled", json!(false)),
+        ("monitoring.board.labels", labels.clone()),
+        ("monitoring.podMonitor.enabled", json!(false)),
+        ("monitoring.podMonitor.interval", json!("7s")),
+        ("monitoring.podMonitor.labels", labels.clone()),
+        ("monitoring.rules.enabled", json!(false)),
+        ("monitoring.rules.labels", labels.clone()),
+        ("monitoring.serviceMonitor.enabled", json!(false)),
+        ("monitoring.serviceMonitor.interval", json!("7s")),
+        ("monitoring.serviceMonitor.labels", labels.clone()),
+        ("nameOverride", json!("other")),
+        ("networkPolicy.agents.enabled", json!(false)),
+        ("networkPolicy.agents.ingress", json!([])),
+        ("networkPolicy.agents.namespaces", json!(["other"])),
+        ("networkPolicy.apiServerPorts", json!([8443])),
+        ("networkPolicy.controller.enabled", json!(false)),
+        ("networkPolicy.metricsFrom", peers.clone()),
+        ("networkPolicy.tracesTo", peers),
+        ("nodeSelector", labels.clone()),
+        ("podAnnotations", labels.clone()),
+        ("podDisruptionBudget.enabled", json!(false)),
+        ("priorityClassName", json!("high")),
+        ("replicas", json!(3)),
+        ("resources", json!({"limits": {"memory": "1Gi"}})),
+        ("serviceAccount.annotations", labels),
+        ("serviceAccount.name", json!("other")),
+        ("tolerations", json!([{"operator": "Exists"}])),
+        ("topologySpreadConstraints", json!([{"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule"}])),
+        ("tracing.otlpEndpoint", json!("http://other:4318")),
+        ("ui.access", json!("Off")),
+        ("watchNamespaces", json!(["rl"])),
+    ]
+    .into()
+}
+
+/// Names of the values that a schema lists, with dots.
+fn listed(schema: &Value, definitions: &Value, prefix: &str, names: &mut BTreeSet<String>) {
+    let reference = schema["$ref"].as_str().and_then(|path| path.strip_prefix("#/definitions/"));
+    let schema = reference.map_or(schema, |name| &definitions[name]);
+    match schema["properties"].as_object() {
+        Some(properties) => {
+            for (name, inner) in properties {
+                listed(inner, definitions, &if prefix.is_empty() { name.clone() } else { format!("{prefix}.{name}") }, names);
+            }
+        }
+        None => assert!(names.insert(prefix.to_owned()), "{prefix} twice"),
+    }
+}
+
+#[test]
+fn every_value_changes_what_is_rendered() {
+    let schema: Value = serde_json::from_str(&std::fs::read_to_string(Path::new(CHART).join("values.schema.json")).unwrap()).unwrap();
+    let mut names = BTreeSet::new();
+    listed(&schema, &schema["definitions"], "", &mut names);
+    // helm itself gives it to a chart that is part of another one.
+    names.remove("global");
+    let values = each_value();
+    assert_eq!(names, values.keys().map(|&name| name.to_owned()).collect());
+    let before = render(&everything());
+    for (name, value) in values {
+        let mut changed = everything();
+        let mut at = &mut changed;
+        for part in name.split('.') {
+            at = &mut at[part];
+        }
+        *at = value;
+        assert!(render(&changed) != before, "{name} does nothing");
+    }
+}
+
+/// Fields of `given` that `known` lacks or has another value for.
+fn differences(given: &Value, known: &Value, path: &str, found: &mut Vec<String>) {
+    match (given, known) {
+        (Value::Object(given), _) => {
+            for (name, value) in given {
+                differences(value, &known[name], &format!("{path}.{name}"), found);
+            }
+        }
+        (Value::Array(given), Value::Array(known)) if given.len() == known.len() => {
+            for (at, (given, known)) in given.iter().zip(known).enumerate() {
+                differences(given, known, &format!("{path}[{at}]"), found);
+            }
+        }
+        // An integer of the schema is a number of Kubernetes.
+        (Value::Number(given), Value::Number(known)) if given.as_f64() == known.as_f64() => {}
+        _ if given == known => {}
+        _ => found.push(format!("{path}: {given} became {known}")),
+    }
+}
+
+fn as_type<K: DeserializeOwned + Serialize>(object: &Value) -> Result<Value, serde_json::Error> {
+    serde_json::to_value(serde_json::from_value::<K>(object.clone())?)
+}
+
+/// The object as Kubernetes has it. `None`: another operator's.
+fn as_known(object: &Value) -> Option<Result<Value, serde_json::Error>> {
+    let mut object = object.clone();
+    let kind = object["kind"].as_str().unwrap().to_owned();
+    if kind.starts_with("MutatingAdmissionPolicy") {
+        // The version of these types that this crate has; v1 has the same fields.
+        object["apiVersion"] = json!("admissionregistration.k8s.io/v1alpha1");
+    }
+    let read: fn(&Value) -> Result<Value, serde_json::Error> = match kind.as_str() {
+        "ClusterRole" => as_type::<rbac::ClusterRole>,
+        "ClusterRoleBinding" => as_type::<rbac::ClusterRoleBinding>,
+        "ConfigMap" => as_type::<ConfigMap>,
+        "CustomResourceDefinition" => as_type::<CustomResourceDefinition>,
+        "Deployment" => as_type::<Deployment>,
+        "MutatingAdmissionPolicy" => as_type::<mutating::MutatingAdmissionPolicy>,
+        "MutatingAdmissionPolicyBinding" => as_type::<mutating::MutatingAdmissionPolicyBinding>,
+        "NetworkPolicy" => as_type::<NetworkPolicy>,
+        "PodDisruptionBudget" => as_type::<PodDisruptionBudget>,
+        "Role" => as_type::<rbac::Role>,
+        "RoleBinding" => as_type::<rbac::RoleBinding>,
+        "Secret" => as_type::<Secret>,
+        "Service" => as_type::<Service>,
+        "ServiceAccount" => as_type::<ServiceAccount>,
+        "ValidatingAdmissionPolicy" => as_type::<admission::ValidatingAdmissionPolicy>,
+        "ValidatingAdmissionPolicyBinding" => as_type::<admission::ValidatingAdmissionPolicyBinding>,
+        "PodMonitor" | "PrometheusRule" | "ServiceMonitor" => return None,
+        other => panic!("unexpected kind {other}"),
+    };
+    Some(read(&object))
+}
+
+#[test]
+fn rendered_fields_are_all_known_to_kubernetes() {
+    let mut values = everything();
+    values["watchNamespaces"] = json!(["rl"]);
+    for (field, value) in each_value() {
+        if !field.contains('.') && values[field].is_null() {
+            values[field] = value;
+        }
+    }
+    for object in render(&values).into_iter().chain(render(&json!({}))) {
+        let Some(known) = as_known(&object) else { continue };
+        let known = known.unwrap_or_else(|error| panic!("{} {}: {error}", object["kind"], object["metadata"]["name"]));
+        let mut found = Vec::new();
+        differences(&object, &known, "", &mut found);
+        found.retain(|difference| !difference.starts_with(".apiVersion"));
+        assert!(found.is_empty(), "{} {}: {found:#?}", object["kind"], object["metadata"]["name"]);
+    }
 }

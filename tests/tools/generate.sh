@@ -12,7 +12,11 @@ weightsync=${CARGO_TARGET_DIR:-target}/debug/weightsync
 "$weightsync" generate api-reference >"$made/api"
 "$weightsync" generate metrics >"$made/metrics"
 tests/cluster/tools.sh
-cp "$made/crds" crds/weightsync.yaml
+cp "$made/crds" charts/weightsync/files/crd.yaml
+# The version stands in Cargo.toml.
+version=$("$weightsync" --version | cut -d ' ' -f 2)
+sed -i -E "s/^version = .*/version = \"$version\"/" python/pyproject.toml
+sed -i -E "s/^(version|appVersion): .*/\1: $version/" charts/weightsync/Chart.yaml
 cp "$made/api" docs/reference/api.md
 cp "$made/metrics" docs/metrics.md
 deploy/render.sh >"$made/install"

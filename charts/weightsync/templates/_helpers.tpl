@@ -1,5 +1,11 @@
+{{/* The name of all objects, alone or with a suffix. */}}
 {{- define "weightsync.name" -}}
-{{- if contains "weightsync" .Release.Name -}}{{ .Release.Name | trunc 50 | trimSuffix "-" }}{{- else -}}{{ printf "%s-weightsync" .Release.Name | trunc 50 | trimSuffix "-" }}{{- end -}}
+{{- if .Values.fullnameOverride -}}
+{{ .Values.fullnameOverride }}
+{{- else -}}
+{{- $name := .Values.nameOverride | default "weightsync" -}}
+{{- if contains $name .Release.Name -}}{{ .Release.Name | trunc 50 | trimSuffix "-" }}{{- else -}}{{ printf "%s-%s" .Release.Name $name | trunc 50 | trimSuffix "-" }}{{- end -}}
+{{- end -}}
 {{- end -}}
 
 {{- define "weightsync.serviceAccount" -}}
@@ -16,11 +22,15 @@
 {{- end -}}
 {{- end -}}
 
+{{/* The plugin finds an installation by app.kubernetes.io/name, which therefore stays with nameOverride. */}}
 {{- define "weightsync.labels" -}}
 app.kubernetes.io/name: weightsync
 app.kubernetes.io/instance: {{ .Release.Name }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
+{{- with .Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
 {{- end -}}
 
 {{- define "weightsync.selector" -}}
@@ -110,8 +120,15 @@ object.metadata.?annotations[?'weightsync.dev/inject'].orValue('sidecar')
 - {name: ca, expression: "params.?data[?'ca.crt'].orValue('')"}
 {{- end -}}
 
-{{/* CEL: a JSON patch that adds the token's volume; first the shared memory's, unless the pod has its own. */}}
+{{/* CEL: a JSON patch that adds the token's volume; first the shared memory's, unless the pod has its own; and Secrets for pulling the image. */}}
 {{- define "weightsync.injection.volumes" -}}
+{{- with .Values.injection.imagePullSecrets -}}
+{{- $names := list -}}
+{{- range . -}}{{- $names = append $names .name -}}{{- end -}}
+(has(object.spec.imagePullSecrets) ? [] : [JSONPatch{op: "add", path: "/spec/imagePullSecrets", value: []}]) +
+{{ toJson $names }}.filter(n, !object.spec.?imagePullSecrets.orValue([]).exists(s, s.?name.orValue('') == n))
+  .map(n, JSONPatch{op: "add", path: "/spec/imagePullSecrets/-", value: Object.spec.imagePullSecrets{name: n}}) +
+{{ end -}}
 (has(object.spec.initContainers) ? [] : [JSONPatch{op: "add", path: "/spec/initContainers", value: []}]) +
 (has(object.spec.volumes) ? [] : [JSONPatch{op: "add", path: "/spec/volumes", value: []}]) +
 (variables.shm.size() > 0 ? [] : [JSONPatch{op: "add", path: "/spec/volumes/-", value: Object.spec.volumes{name: "weightsync-shm", emptyDir: Object.spec.volumes.emptyDir{medium: "Memory"{{ with .Values.injection.sharedMemory.sizeLimit }}, sizeLimit: {{ toString . | quote }}{{ end }}}}}]) +

@@ -180,9 +180,9 @@ fn every_printer_column_reads_a_field_that_is_there() {
 
 #[test]
 fn the_crd_in_the_repository_is_the_one_that_the_types_give() {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("crds/weightsync.yaml");
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("charts/weightsync/files/crd.yaml");
     let there = fs::read_to_string(&path).unwrap();
-    assert!(there == crd_yaml().unwrap(), "stale: cargo run -- generate crds > crds/weightsync.yaml");
+    assert!(there == crd_yaml().unwrap(), "stale: cargo run -- generate crds > charts/weightsync/files/crd.yaml");
     let read: Value = serde_saphyr::from_str(&there).unwrap();
     let typed: k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition =
         serde_json::from_value(read).unwrap();
