@@ -9,13 +9,14 @@ RUN cargo build --profile dist --locked --package weightsync --bin weightsync
 
 FROM debian:12 AS gdr-files
 ARG CUDA=12
+# hadolint ignore=DL3008
 RUN apt-get update && apt-get install -y --no-install-recommends python3-pip ibverbs-providers libibverbs1 libnl-route-3-200
 COPY deploy/gdr-files.sh /
-RUN pip download --no-deps --only-binary=:all: --python-version 3.11 --platform manylinux_2_28_$(uname -m) --dest /wheel "nixl-cu$CUDA==1.5.1" \
+RUN pip download --no-deps --only-binary=:all: --python-version 3.11 --platform "manylinux_2_28_$(uname -m)" --dest /wheel "nixl-cu$CUDA==1.5.1" \
     && python3 -m zipfile -e /wheel/*.whl /unpacked \
     && /gdr-files.sh /unpacked / /root-files
 
-FROM gcr.io/distroless/cc-debian12 AS gdr
+FROM gcr.io/distroless/cc-debian12:nonroot AS gdr
 ARG CUDA=12
 COPY --from=gdr-files /root-files /
 COPY --from=build /src/target/dist/weightsync /weightsync
@@ -23,7 +24,7 @@ ENV WEIGHTSYNC_NIXL=/opt/nixl/.nixl_cu${CUDA}.mesonpy.libs/libnixl_capi.so
 USER 65532:65532
 ENTRYPOINT ["/weightsync"]
 
-FROM gcr.io/distroless/cc-debian12
+FROM gcr.io/distroless/cc-debian12:nonroot
 COPY --from=build /src/target/dist/weightsync /weightsync
 USER 65532:65532
 ENTRYPOINT ["/weightsync"]

@@ -18,11 +18,19 @@ help: ## List the targets
 
 .PHONY: build
 build: ## Build the programs as images and wheels hold them, into target/dist
-	cargo build --profile dist --locked --workspace --bins
+	deploy/programs.sh
 
 .PHONY: wheel
 wheel: build ## Build the Python wheel, with the programs in it, into python/dist
 	python3 python/build_wheel.py target/dist/weightsync target/dist/weightsync-dev python/dist
+
+.PHONY: dist
+dist: build ## Make all that a release has, into dist/: images, chart, install.yaml, wheels, programs, SBOMs, checksums
+	deploy/dist.sh
+
+.PHONY: dist-test
+dist-test: dist ## Install and run what `make dist` made, with each Python of this machine
+	tests/dist/check.sh
 
 .PHONY: test
 test: ## Run everything that CI runs, with the time of each stage
@@ -68,6 +76,7 @@ deny:
 .PHONY: scripts-lint
 scripts-lint:
 	$$(tests/tools/python.sh)/shellcheck $(SCRIPTS)
+	$$(tests/tools/python.sh)/hadolint Dockerfile
 	tests/tools/actionlint.sh
 	$$(tests/tools/python.sh)/pymarkdown --config .pymarkdown.yml scan $(DOCUMENTS)
 
@@ -146,7 +155,7 @@ python-test: venv programs ## Check and test the Python client
 	$$(tests/tools/python.sh)/ruff check python tests
 	cd python; $$(../tests/tools/python.sh)/mypy weightsync build_wheel.py
 	cd tests/gpu; $$(../tools/python.sh)/mypy --config-file ../../mypy.ini engine_code.py engine_ranks.py
-	$$(tests/tools/python.sh)/mypy tests/chaos tests/engine tests/e2e tests/cluster/image.py tests/cluster/node
+	$$(tests/tools/python.sh)/mypy tests/chaos tests/engine tests/e2e tests/cluster/image.py tests/cluster/node deploy/sbom.py
 	venv=$$($(CLUSTER)/vllm-venv.sh --print); cd python; PYTHONPATH=$$PWD "$$venv/bin/python" -m pytest -q tests
 
 .PHONY: upstream-test

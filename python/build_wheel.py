@@ -1,6 +1,7 @@
-"""Build the wheel with the programs in it: `build_wheel.py PROGRAM... FOLDER` prints the path of the wheel.
+"""Build a wheel with programs in it: `build_wheel.py PROGRAM... FOLDER` prints the path of the wheel.
 
-The platform tag says what the programs need: the newest version of a glibc symbol that one is linked against (PEP 600).
+The platform tag says what the programs need: the newest version of a glibc symbol that one is linked against (PEP 600). Without programs it
+is the wheel for other platforms: the client alone.
 """
 
 from __future__ import annotations
@@ -64,14 +65,19 @@ def build(binaries: list[Path], folder: Path, isolated: bool) -> Path:
     with tempfile.TemporaryDirectory() as staging:
         tree = Path(staging) / "python"
         tree.mkdir()
-        shutil.copy(HERE / "pyproject.toml", tree)
+        project = (HERE / "pyproject.toml").read_text()
+        if not binaries:
+            # A console script without its program could only fail.
+            project = re.sub(r"^\[project\.scripts\]\n(?:[^\[\n].*\n)+", "", project, flags=re.MULTILINE)
+        (tree / "pyproject.toml").write_text(project)
+        shutil.copy(HERE.parent / "LICENSE", tree)
         shutil.copytree(HERE / "weightsync", tree / "weightsync", ignore=shutil.ignore_patterns("__pycache__", "bin"))
-        (tree / "weightsync" / "bin").mkdir()
         for binary in binaries:
+            (tree / "weightsync" / "bin").mkdir(exist_ok=True)
             shutil.copy(binary, tree / "weightsync" / "bin")
             (tree / "weightsync" / "bin" / binary.name).chmod(0o755)
         command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--quiet", "--wheel-dir", str(Path(staging) / "out")]
-        command += [f"--config-settings=--build-option=--plat-name={platform_tag(binaries)}"]
+        command += [f"--config-settings=--build-option=--plat-name={platform_tag(binaries)}"] if binaries else []
         command += [] if isolated else ["--no-build-isolation"]
         subprocess.run([*command, str(tree)], check=True, stdout=sys.stderr)
         (wheel,) = (Path(staging) / "out").glob("weightsync-*.whl")
@@ -80,7 +86,7 @@ def build(binaries: list[Path], folder: Path, isolated: bool) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("binaries", type=Path, nargs="+", metavar="program")
+    parser.add_argument("binaries", type=Path, nargs="*", metavar="program")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--no-isolation", action="store_true", help="use the setuptools of this interpreter")
     arguments = parser.parse_args()

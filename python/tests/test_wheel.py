@@ -42,6 +42,20 @@ def test_wheel_installs_fresh_and_runs_the_program(programs: Path, tmp_path: Pat
     assert typed.stdout.strip() == "True"
 
 
+def test_wheel_without_programs_has_the_client_and_no_script(tmp_path: Path) -> None:
+    build = [sys.executable, str(ROOT / "python" / "build_wheel.py"), "--no-isolation", str(tmp_path)]
+    wheel = Path(subprocess.run(build, check=True, capture_output=True, text=True, timeout=3 * LIMIT).stdout.strip())
+    assert wheel.name.endswith("-py3-none-any.whl")
+    with zipfile.ZipFile(wheel) as files:
+        names = files.namelist()
+        (entries,) = [files.read(name).decode() for name in names if name.endswith("/entry_points.txt")]
+    assert "weightsync/publisher.py" in names
+    assert any(name.endswith("/LICENSE") for name in names)
+    assert not any(name.startswith("weightsync/bin") for name in names)
+    assert "vllm.general_plugins" in entries
+    assert "console_scripts" not in entries
+
+
 def test_python_and_rust_have_one_version() -> None:
     versions = {
         file: re.search(r'^version = "(.+)"$', (ROOT / file).read_text(), re.MULTILINE) for file in ("Cargo.toml", "python/pyproject.toml")
