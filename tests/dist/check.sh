@@ -72,6 +72,9 @@ for archive in "$dist"/*-linux-*.tar.gz; do
   pass "programs of $(basename "$archive")"
 done
 program=$work/weightsync-$version-linux-$(uname -m)/weightsync
+# A trainer, three simulated engines, and a kill in the middle of an update.
+env -i timeout 120 "$program-dev" demo --megabytes 8 >"$work/demo" 2>&1 || die "the demo failed: $(tail -n 20 "$work/demo")"
+pass "demo"
 
 mapped=()
 [ "$(id -u)" = 0 ] || mapped=(--map-root-user)
