@@ -2,6 +2,7 @@
 # Run a framework's own classes against WeightSync, from its wheel or checkout, on a CPU.
 #
 #   tests/tools/upstream.sh trl             TRL's AsyncGRPOTrainer and GRPOTrainer
+#   tests/tools/upstream.sh trl-grpo        examples/trl-grpo: TRL's GRPOTrainer and two vLLM servers, one of which is killed
 #   tests/tools/upstream.sh verl            verl's manager and worker groups, with Ray
 #   tests/tools/upstream.sh vllm            vLLM's trainer interface: its wheel is for GPUs, so its Python files alone
 #   tests/tools/upstream.sh xtuner DIR      XTuner's WeightUpdater from a checkout
@@ -12,10 +13,16 @@
 #
 # What they need is installed over the virtual environment of vllm-venv.sh, once. The programs must be built (`make programs`).
 # VERSION=V takes that release of a framework with a wheel. It prints the version that ran.
+# upstream.sh --python FRAMEWORK...: print the path of that Python alone.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../cluster/lib.sh"
 
-usage="usage: upstream.sh trl | verl | vllm | skyrl | areal | xtuner DIR | slime DIR | prime-rl DIR"
+usage="usage: upstream.sh [--python] trl | trl-grpo | verl | vllm | skyrl | areal | xtuner DIR | slime DIR | prime-rl DIR"
+print=
+if [ "${1:-}" = --python ]; then
+  print=1
+  shift
+fi
 framework=${1:?$usage}
 tests=$here/../../python/tests
 venv=$("$here/vllm-venv.sh" --print)
@@ -54,6 +61,11 @@ trl)
   VERSION=${VERSION:-1.16.0}
   python=$(layer trl=="$VERSION" accelerate==1.15.0 datasets==5.2.0)
   test=upstream/trl_trainers.py
+  ;;
+trl-grpo)
+  VERSION=${VERSION:-1.16.0}
+  python=$(layer trl=="$VERSION" accelerate==1.15.0 datasets==5.2.0 matplotlib==3.11.2)
+  test=upstream/trl_example.py
   ;;
 verl)
   VERSION=${VERSION:-0.9.1}
@@ -110,6 +122,10 @@ prime-rl)
   die "$usage"
   ;;
 esac
+[ -z "$print" ] || {
+  echo "$python"
+  exit
+}
 echo "$framework: $VERSION"
 export PYTHONPATH=$path HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TRL_EXPERIMENTAL_SILENCE=1
 exec "$python" -m pytest -q "$tests/$test"
