@@ -81,7 +81,7 @@ def main() -> None:
             with Router(publisher) as router:
                 train(folder / "model", router.url, watch)
     drawn = plot.draw(watch.records, folder)
-    compare(folder, watch.records if args.all else telling(watch.records), servers)
+    compare(folder, watch.records if args.all else some_of(watch.records), servers)
     show(f"plot: {drawn}")
 
 
@@ -139,7 +139,7 @@ def wait_for_all(publisher: Any, count: int) -> None:
         time.sleep(0.5)
 
 
-def telling(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def some_of(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The first two versions, those around the loss and the return of a server, and the last."""
     counts = [len(record["logprobs"]) for record in records]
     changes = [at for at in range(1, len(counts)) if counts[at] != counts[at - 1]]

@@ -44,14 +44,14 @@ class Watch(TrainerCallback):
         self._bar = tqdm(total=steps, unit="step", disable=not sys.stderr.isatty(), dynamic_ncols=True)
         self._publisher = weightsync.Publisher.from_env()
 
-    def say(self, line: str) -> None:
+    def show(self, line: str) -> None:
         """Shows a line above the bar."""
         self._bar.write(line, file=sys.stderr)
 
     def hear(self, event: dict[str, Any]) -> None:
         """Shows an event of `weightsync local`, once training runs, if it is about the members of the group."""
         if self.records and event.get("reason") in ("EngineUnhealthy", "GroupFormed", "MemberRestarted", "MemberJoined", "UpdateFailed"):
-            self.say(f"  {event['reason']}: {event['member'] or ''} {event['message']}")
+            self.show(f"  {event['reason']}: {event['member'] or ''} {event['message']}")
 
     def begin(self, trainer: Any, publish: Any) -> None:
         """Replaces the trainer's own screen, and takes the time of each sync of weights."""
@@ -74,7 +74,7 @@ class Watch(TrainerCallback):
             self._killed = max(self._ports)
             self._killed_since = time.monotonic()
             kill(self._ports[self._killed])
-            self.say(f"step {self._kill_at}: the vLLM server of {self._killed} was killed (SIGKILL)")
+            self.show(f"step {self._kill_at}: the vLLM server of {self._killed} was killed (SIGKILL)")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         step = int(state.global_step)
@@ -95,7 +95,7 @@ class Watch(TrainerCallback):
         record["reward"] = logs["reward"]
         # TRL's own comparison of what vLLM reported for its tokens and what the trainer computes for them.
         record["difference"] = logs["sampling/sampling_logp_difference/max"]
-        self._show(record, int(state.global_step))
+        self._show_step(record, int(state.global_step))
 
     def end(self, model: Any) -> None:
         """After the last publish, of weights from which nothing was generated."""
@@ -129,14 +129,14 @@ class Watch(TrainerCallback):
         times = {"update_ms": self._update_ms, "phases_ms": dict(result.phases_ms), "attempts": result.attempts}
         self.records.append({"step": step, "version": version, "served": served, **times, "logprobs": logprobs})
 
-    def _show(self, record: dict[str, Any], step: int) -> None:
+    def _show_step(self, record: dict[str, Any], step: int) -> None:
         served = " ".join("-" if version is None else str(version) for version in record["served"].values())
         line = f"reward {record['reward']:.3f}  served {served}  update {record['update_ms']} ms"
         self._bar.total = max(self._steps, step)
         self._bar.set_postfix_str(line, refresh=False)
         self._bar.update(1)
         if self._bar.disable:
-            self.say(f"step {step}  {line}")
+            self.show(f"step {step}  {line}")
 
     def _save(self, version: int, model: Any) -> None:
         model.save_pretrained(self.folder / "versions" / str(version))
