@@ -171,6 +171,10 @@ def compare(folder: Path, records: list[dict[str, Any]], servers: Servers) -> No
             server.wait()
     if len(fresh) < len(records):
         sys.exit(f"fresh engines answered for {len(fresh)} of {len(records)} versions: {folder / 'fresh.log'}")
+    # TRL's own figure, for the tokens of each step: what vLLM reported, and what the trainer computes.
+    worst = max(record.get("difference", 0.0) for record in records)
+    if worst > 1e-4:
+        sys.exit(f"vLLM's log-probs differ from the trainer's by {worst}")
     compared = 0
     for record, expected in zip(records, fresh, strict=True):
         for name, served in record["logprobs"].items():

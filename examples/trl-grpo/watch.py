@@ -50,7 +50,7 @@ class Watch(TrainerCallback):
 
     def hear(self, event: dict[str, Any]) -> None:
         """Shows an event of `weightsync local`, once training runs, if it is about the members of the group."""
-        if self.records and event.get("reason") in ("EngineUnhealthy", "GroupFormed", "MemberRestarted", "MemberJoined", "UpdateFailed"):
+        if self.records and event.get("reason") in ("EngineUnhealthy", "GroupFormed", "MemberRestarted", "MemberJoined"):
             self.show(f"  {event['reason']}: {event['member'] or ''} {event['message']}")
 
     def begin(self, trainer: Any, publish: Any) -> None:
