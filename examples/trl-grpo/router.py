@@ -62,7 +62,7 @@ class Router:
             for at in range(len(replicas)):
                 name, url = replicas[(start + at) % len(replicas)]
                 try:
-                    answer = call(url + path, request)
+                    answer: dict[str, Any] = call(url + path, request)
                 except urllib.error.HTTPError as error:
                     if error.code < 500:
                         raise

