@@ -11,7 +11,7 @@ spec:
   - {name: small, selector: {matchLabels: {app: small}}, engine: {kind: VLLM}}
   - {name: large, selector: {matchLabels: {app: large}}, engine: {kind: SGLang}, ranks: 2}
   membership: {minReady: 2}
-  update: {pause: Drain}
+  update: {pause: Abort}
 ";
 const PROCESSES: &str = "
 apiVersion: weightsync.dev/v1alpha1
@@ -56,9 +56,9 @@ fn mistakes_are_refused_by_field() {
         ("pool: small", "pool: small, port: 30000", "port 30000"),
         ("minReady: 2", "minReady: 3", "minReady"),
         ("rollouts:\n- {name", "direktory: x\nrollouts:\n- {name", "direktory"),
-        ("pause: Drain", "pause: Never", "Never"),
-        ("pause: Drain", "pauze: Drain", "spec.update.pauze: no such field"),
-        ("pause: Drain", "onWedged: RestartPod", "onWedged"),
+        ("pause: Abort", "pause: Never", "Never"),
+        ("pause: Abort", "pauze: Abort", "spec.update.pauze: no such field"),
+        ("pause: Abort", "onWedged: RestartPod", "onWedged"),
         ("  update:", "  suspend: true\n  update:", "suspend"),
         ("ranks: 2", "replica: {pods: 2}", "replica.pods"),
         ("ranks: 2", "ranks: 0", "ranks"),

@@ -125,7 +125,7 @@ async fn version_with_nan_is_rolled_back_under_load() {
 }
 
 /// An answer of an engine that gives a log-prob for one token.
-fn answer(log_probs: &Value) -> Value {
+pub(super) fn answer(log_probs: &Value) -> Value {
     json!({"kind": "answer", "status": 200, "body": {"choices": [{"text": "a", "logprobs": log_probs, "finish_reason": "length"}]}})
 }
 

@@ -119,7 +119,8 @@ impl Rollout {
         health: HealthPolicy,
         limit: Duration,
     ) -> Result<(), Refusal> {
-        self.ask_engine(Duration::from_millis(health.timeout_ms)).await?;
+        let deadline = Duration::from_millis(health.timeout_ms);
+        self.ask_engine(deadline, deadline).await?;
         let engine = self.engine.external().map_err(|error| refusal(RefusalCode::EngineRefused, error.to_string()))?;
         let (update, held) = (request.update.clone(), request.held.clone());
         let (orders, inbox) = mpsc::unbounded_channel();

@@ -166,7 +166,8 @@ impl Rollout {
             return Err(refused("the engine is still being switched to another version".into()));
         };
         // One that is stuck would not answer the join either, and the others would wait for it as long as a commit may take.
-        self.ask_engine(Duration::from_millis(epoch.prepared.policy.health.timeout_ms).min(within)).await?;
+        let deadline = Duration::from_millis(epoch.prepared.policy.health.timeout_ms).min(within);
+        self.ask_engine(deadline, deadline).await?;
         let join = GroupJoin { name: request.group.clone(), place: request.place.clone(), offset: request.offset, world: request.world };
         let joined = group.join(&join, within.saturating_sub(TO_ANSWER)).await.map_err(|error| refused(error.to_string()))?;
         let ms = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);

@@ -17,6 +17,9 @@ use weightsync_engine::{EngineError, EngineStart, Health, Holding};
 /// How long a pause that an earlier life of this agent may have left is suffered while no group says who pauses.
 const LEFT_PAUSED: Duration = Duration::from_secs(30);
 
+/// How long a start may take to say what it is. The first `/server_info` of a vLLM 0.32 lists its packages: 3 to 5 s on a busy processor.
+const PROPERTIES: Duration = Duration::from_secs(30);
+
 /// Time between two probes of an engine that cannot be reached.
 const LOOK_AGAIN: Duration = Duration::from_millis(200);
 
@@ -101,15 +104,16 @@ impl Probed {
         self.reason.clone().filter(|_| self.unhealthy())
     }
 
-    fn passed(&mut self, policy: &HealthPolicy) {
+    /// Notes an answer of an engine whose properties are known; `first`: the first answer of the first start that was seen.
+    fn passed(&mut self, policy: &HealthPolicy, first: bool) {
         if self.ended {
             return;
         }
         self.failures = 0;
         (self.unreachable, self.wedged) = (false, false);
         self.successes = self.successes.saturating_add(1);
-        // The first answer of a start that was never seen counts by itself: there is nothing to recover from.
-        if self.start.is_none() || self.successes >= policy.success_threshold {
+        // The first answer counts by itself: there is nothing to recover from.
+        if first || self.successes >= policy.success_threshold {
             self.healthy = true;
             self.reason.clone_from(&self.broken);
         }
@@ -140,7 +144,8 @@ impl Rollout {
         loop {
             let policy = self.policy();
             if self.switching.try_lock().is_ok() {
-                let asked = self.ask_engine(Duration::from_millis(policy.health.timeout_ms)).await;
+                let timeout = Duration::from_millis(policy.health.timeout_ms);
+                let asked = self.ask_engine(timeout, timeout.max(PROPERTIES)).await;
                 match asked {
                     Ok(()) if !knows => knows = self.learn_what_was_left(begun, &policy).await,
                     Ok(()) => {}
@@ -183,8 +188,9 @@ impl Rollout {
         if self.with(|inner| inner.engine.unreachable) { period.min(LOOK_AGAIN) } else { period }
     }
 
-    /// Asks the engine for its health now, and takes in what it says.
-    pub(super) async fn ask_engine(self: &Arc<Self>, deadline: Duration) -> Result<(), Refusal> {
+    /// Asks the engine for its health now, and takes in what it says. A start that was not seen before is asked for its properties too,
+    /// within `properties`; it counts as healthy once they are known, so that no group waits for them.
+    pub(super) async fn ask_engine(self: &Arc<Self>, deadline: Duration, properties: Duration) -> Result<(), Refusal> {
         let health = self.policy().health;
         match self.engine.health(deadline).await {
             Ok(Health { start, holding }) => {
@@ -192,10 +198,11 @@ impl Rollout {
                 if let Some(asleep) = self.engine.asleep().filter(|_| self.policy().delivery != Delivery::External) {
                     return Err(self.asleep(start, &asleep));
                 }
-                let new = self.with(|inner| inner.answered(start, holding.as_ref(), &health));
+                let (new, first) = self.with(|inner| inner.answered(start, holding.as_ref()));
                 if new {
-                    self.probe(deadline).await?;
+                    self.probe(properties).await?;
                 }
+                self.with(|inner| inner.engine.passed(&health, first));
                 Ok(())
             }
             Err(error) => Err(self.ill(&health, &error, deadline)),
@@ -335,9 +342,9 @@ impl Rollout {
 }
 
 impl Inner {
-    /// The engine answers; true when this start was not asked yet what it is.
-    fn answered(&mut self, start: EngineStart, holding: Option<&Holding>, health: &HealthPolicy) -> bool {
-        self.engine.passed(health);
+    /// The engine answers: whether this start must still be asked what it is, and whether it is the first start that was seen.
+    fn answered(&mut self, start: EngineStart, holding: Option<&Holding>) -> (bool, bool) {
+        let first = self.engine.start.is_none();
         if self.machine.engine_seen(&start) {
             tracing::warn!("the engine started again, or slept: it holds no version");
         }
@@ -349,7 +356,7 @@ impl Inner {
         {
             tracing::warn!(%holding, "the engine holds another version than its agent recorded");
         }
-        !self.engine.probed
+        (!self.engine.probed, first)
     }
 }
 

@@ -238,7 +238,7 @@ impl Rollout {
 
     async fn open(self: &Arc<Self>, epoch: &Epoch, request: &BeginRequest) -> Result<Arriving, Refusal> {
         let health = Duration::from_millis(epoch.prepared.policy.health.timeout_ms);
-        self.ask_engine(health).await?;
+        self.ask_engine(health, health).await?;
         self.check_tensors(request).await?;
         // What waits to be installed waits no more: its room is needed. What the engine was switched to stays, to feed others.
         self.with(|inner| inner.staged = None);
