@@ -34,7 +34,7 @@ dist-test: dist ## Install and run what `make dist` made, with each Python of th
 
 .PHONY: test
 test: ## Run everything that CI runs, with the time of each stage
-	@tests/stages.sh lint unit-test model-test page-test host-test edges-test gdr-test gdr-image-test verbs-test test-previous chaos-test chart-lint python-test engine-test e2e
+	@tests/stages.sh lint unit-test model-test page-test host-test edges-test gdr-test gdr-image-test verbs-test test-previous chaos-test chart-lint python-test engine-test trainers-test e2e
 
 .PHONY: check
 check: ## Quick checks for development: format, lints, tests of the pure crate (under a minute when warm)
@@ -53,12 +53,12 @@ lint: fmt-check clippy doc deny scripts-lint prose docs ## Check style, lints, d
 .PHONY: fmt
 fmt: ## Format Rust and Python
 	cargo fmt
-	$$(tests/tools/python.sh)/ruff format python tests
+	$$(tests/tools/python.sh)/ruff format python tests examples
 
 .PHONY: fmt-check
 fmt-check:
 	cargo fmt --check
-	$$(tests/tools/python.sh)/ruff format --check python tests
+	$$(tests/tools/python.sh)/ruff format --check python tests examples
 
 .PHONY: clippy
 clippy:
@@ -152,11 +152,17 @@ fuzz: ## Fuzz messages, headers, frames, engines' responses and objects (an hour
 
 .PHONY: python-test
 python-test: venv programs ## Check and test the Python client
-	$$(tests/tools/python.sh)/ruff check python tests
+	$$(tests/tools/python.sh)/ruff check python tests examples
 	cd python; $$(../tests/tools/python.sh)/mypy weightsync build_wheel.py
 	cd tests/gpu; $$(../tools/python.sh)/mypy --config-file ../../mypy.ini engine_code.py engine_ranks.py
 	$$(tests/tools/python.sh)/mypy tests/chaos tests/engine tests/e2e tests/cluster/image.py tests/cluster/node deploy/sbom.py
 	venv=$$($(CLUSTER)/vllm-venv.sh --print); cd python; PYTHONPATH=$$PWD "$$venv/bin/python" -m pytest -q tests
+
+.PHONY: trainers-test
+trainers-test: venv programs ## Train with TRL, with two real vLLM servers of which one is killed, and run verl's manager, on a CPU
+	tests/tools/upstream.sh trl
+	tests/tools/upstream.sh trl-grpo
+	tests/tools/upstream.sh verl
 
 .PHONY: upstream-test
 upstream-test: venv programs ## Run a framework's own classes against the client (FRAMEWORK=trl, or another of tests/tools/upstream.sh): downloads them

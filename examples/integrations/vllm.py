@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from vllm.distributed.weight_transfer.base import ModuleSource
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
-
 from weightsync.integrations.vllm import WeightSyncTrainerInitInfo
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Feeds a real vLLM 0.32.0 from memory of its GPU, on a machine with one GPU, and compares what it says with a fresh server.
+# Feeds a real vLLM 0.32.0 from memory of its GPU, or in a group over NCCL on two GPUs, and compares its answers with a fresh server's.
 #
 #   tests/gpu/vllm.sh WEIGHTSYNC SITE.tar.xz OUT [PART...]      parts: README.md; own if none is given
 #

@@ -57,15 +57,12 @@ checkout() {
 }
 
 case $framework in
-trl)
-  VERSION=${VERSION:-1.16.0}
-  python=$(layer trl=="$VERSION" accelerate==1.15.0 datasets==5.2.0)
+trl | trl-grpo)
   test=upstream/trl_trainers.py
-  ;;
-trl-grpo)
+  [ "$framework" = trl ] || test=upstream/trl_example.py
   VERSION=${VERSION:-1.16.0}
+  framework=trl
   python=$(layer trl=="$VERSION" accelerate==1.15.0 datasets==5.2.0 matplotlib==3.11.2)
-  test=upstream/trl_example.py
   ;;
 verl)
   VERSION=${VERSION:-0.9.1}

@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.lmdeploy.group import Group, Trainer
+from tests.gpu.lmdeploy.group import Group, Trainer, uuids
 from tests.gpu.record import Record
 from tests.gpu.vllm.server import Answer, Server
 
 SIZE = "dense"
 SEEDS = (1, 2, 3)
 # Way, as the product names it: how the server is started for it.
-SERVERS: dict[str, dict[str, str]] = {
+SERVERS: dict[str, dict[str, Any]] = {
     "weightsync": {"transfer": "weightsync"},
     "ipc": {"transfer": "ipc"},
+    "nccl": {"transfer": "nccl"},
+    "spanning": {"transfer": "weightsync", "ranks": 2},
     "checkpoint-engine": {"extension": "checkpoint_engine.worker.VllmColocateWorkerExtension"},
 }
 VERSIONS = count(1_000_000, 1000)
@@ -52,13 +56,17 @@ class Fixture(Record):
 
     def start(self, ways: list[str]) -> None:
         """All at once: each has a share of memory that it does not measure. Raises when one does not start."""
+        ranks = {SERVERS[way].get("ranks", 1) for way in ways}
+        if len(ranks) > 1:
+            raise SystemExit("parts with servers of several ranks are run alone: a fresh server must have as many")
         with ThreadPoolExecutor() as pool:
             list(pool.map(self.write, SEEDS))
             self.note("checkpoints")
             ports, fresh = iter(range(23400, 23440)), {f"fresh-{seed}": seed for seed in SEEDS[1:]}
             for name in [*ways, *fresh]:
                 log = self.args.out / f"{name}.log"
-                self.servers[name] = Server(self.model(fresh.get(name, SEEDS[0])), next(ports), log, **SERVERS.get(name, {}))
+                options = SERVERS.get(name, {"ranks": max(ranks)})
+                self.servers[name] = Server(self.model(fresh.get(name, SEEDS[0])), next(ports), log, **options)
             for name, took in zip(self.servers, pool.map(Server.ready, list(self.servers.values())), strict=True):
                 self.note("server", name=name, ready_s=round(took, 1))
         for name, seed in fresh.items():
@@ -162,6 +170,117 @@ def colocated(fixture: Fixture) -> None:
         trainer.stop()
 
 
+@contextmanager
+def two_gpus(fixture: Fixture, name: str, way: str, delivery: str) -> Iterator[tuple[Server, Trainer, Group]]:
+    """A trainer on GPU 1 and the engine on GPU 0, in one group over NCCL."""
+    server = fixture.servers[way]
+    trainer = Trainer(SIZE, 1, fixture.args.out / f"{name}-trainer.log")
+    group = None
+    try:
+        group = Group(fixture.args, server, trainer, name, delivery=delivery)
+        formed = [event for _, event in group.events if event.get("reason") == "GroupFormed"]
+        fixture.check("formed over NCCL", "over nccl" in formed[-1]["message"], formed=formed[-1])
+        yield server, trainer, group
+    finally:
+        if group:
+            (fixture.args.out / f"{name}-agents.log").write_text(group.logs()[-200_000:])
+            group.stop()
+        trainer.stop()
+
+
+def versions(fixture: Fixture, group: Group, server: Server, way: str) -> None:
+    """Versions in a row, each compared with a fresh server, and how long a whole step takes."""
+    for seed in (2, 3, 2):
+        reported = group.publish(seed, limit=120)
+        fixture.check("published", server.says() == fixture.texts[seed], way=way, seed=seed, reported=short(reported))
+    reported = group.publish(*[3, 2] * 4, limit=120)
+    ms = [1000 * each["s"] for each in reported]
+    fixture.note("whole step", way=way, ms=statistics.median(ms), least=min(ms), most=max(ms), runs=short(reported))
+    fixture.check("text", server.says() == fixture.texts[2], way=way)
+
+
+def short(reported: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without the manifest and the members."""
+    kept = ("event", "s", "released_s", "version", "error")
+    return [{name: each[name] for name in kept if name in each} | {"phases": each.get("result", {}).get("phases_ms")} for each in reported]
+
+
+def killed(fixture: Fixture, group: Group, server: Server, trainer: Trainer, which: str, seed: int) -> None:
+    """SIGKILL in a broadcast; the group is formed again, and the engine serves that version."""
+    moment = group.kill_in_transfer(seed, which, 0.0, 90)
+    reported = group.end(90)
+    took = time.monotonic() - moment
+    # A source's agent takes its publish along; the trainer tries again, as trainers do.
+    again = [] if reported["event"] == "done" else group.publish(seed, limit=120)
+    fixture.check(
+        "killed in a broadcast",
+        server.says() == fixture.texts[seed] and trainer.process.poll() is None,
+        which=which,
+        s=round(took, 3),
+        whole_s=round(time.monotonic() - moment, 3),
+        publish=short([reported]),
+        again=short(again),
+        events=group.since(moment),
+    )
+
+
+def restarted(fixture: Fixture, group: Group, way: str, seed: int) -> None:
+    """The engine is killed in a broadcast and started again on its port; the next version is served by it."""
+    server = fixture.servers[way]
+    group.begin(seed, watch=True, limit=60)
+    group.trainer.hear("transfer", limit=60)
+    moment = time.monotonic()
+    os.killpg(server.process.pid, signal.SIGKILL)
+    server.process.wait(20)
+    reported = group.end(60)
+    fixture.servers[way] = again = Server(server.model, server.port, server.log.with_suffix(".again.log"), **SERVERS[way])
+    ready = again.ready()
+    later = group.publish(seed, limit=120)
+    fixture.check(
+        "engine killed in a broadcast",
+        again.says() == fixture.texts[seed],
+        way=way,
+        publish=short([reported]),
+        ready_s=round(ready, 1),
+        again=short(later),
+        events=group.since(moment),
+    )
+
+
+def apart(fixture: Fixture) -> None:
+    """Our agents' own group: the trainer on one GPU, the engine on another; every process killed in a broadcast."""
+    with two_gpus(fixture, "apart", "weightsync", "Agent") as (server, trainer, group):
+        versions(fixture, group, server, "apart")
+        for turn, which in enumerate(("actor worker", "actor agent", "trainer worker", "trainer agent")):
+            killed(fixture, group, server, trainer, which, 2 + turn % 2)
+        restarted(fixture, group, "weightsync", 2)
+
+
+def joined(fixture: Fixture) -> None:
+    """vLLM's own group (`delivery: Engine`): its workers join the source's agent by NCCL."""
+    with two_gpus(fixture, "joined", "nccl", "Engine") as (server, _trainer, group):
+        versions(fixture, group, server, "joined")
+        group.kill("actor agent")
+        reported = group.publish(3, limit=120)
+        fixture.check("published after a killed agent", server.says() == fixture.texts[3], reported=short(reported))
+        restarted(fixture, group, "nccl", 2)
+
+
+def spanning(fixture: Fixture) -> None:
+    """A server of two ranks, each on a GPU of its own: fed from a directory, and from memory of both GPUs."""
+    way = "spanning"
+    server = fixture.servers[way]
+    gpus = [word for uuid in uuids()[:2] for word in ("--gpu", uuid)]
+    for seed, more in (
+        (2, ["--way", "directory"]),
+        (3, ["--way", "device", *gpus]),
+        (2, ["--way", "device", *gpus]),
+        (3, ["--way", "directory"]),
+    ):
+        reported = fixture.feed(way, seed, *more)
+        fixture.check("fed", server.says() == fixture.texts[seed], way=way, by=more[1], seed=seed, reported=reported)
+
+
 # Part: the way, and what is done.
 PARTS: dict[str, tuple[str, Callable[[Fixture], None]]] = {
     "own": ("weightsync", partial(fed, way="weightsync")),
@@ -170,6 +289,9 @@ PARTS: dict[str, tuple[str, Callable[[Fixture], None]]] = {
     "checkpoint-engine": ("checkpoint-engine", partial(fed, way="checkpoint-engine")),
     "colocated": ("weightsync", colocated),
     "kills": ("weightsync", kills),
+    "apart": ("weightsync", apart),
+    "joined": ("nccl", joined),
+    "spanning": ("spanning", spanning),
 }
 
 

@@ -24,12 +24,14 @@ class Server:
 
     kind = "vllm"
 
-    def __init__(self, model: Path, port: int, log: Path, transfer: str | None = None, extension: str | None = None) -> None:
+    def __init__(
+        self, model: Path, port: int, log: Path, transfer: str | None = None, extension: str | None = None, ranks: int = 1
+    ) -> None:
         words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "m"]
         words += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "512"]
         # Its cache's length is given: a server that measures what is free must be alone on the GPU while it does.
         words += ["--max-num-seqs", "4", "--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(1 << 30)]
-        words += ["--attention-backend", "TRITON_ATTN"]
+        words += ["--attention-backend", "TRITON_ATTN", "--tensor-parallel-size", str(ranks)]
         words += ["--weight-transfer-config", json.dumps({"backend": transfer})] if transfer else []
         words += ["--worker-extension-cls", extension] if extension else []
         environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
