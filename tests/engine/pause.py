@@ -27,28 +27,14 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from vllm_on_cpu import ENVIRONMENT
+
 HERE = Path(__file__).resolve().parent
 START = 600.0
 SHAPE = ["--hidden", "2048", "--intermediate", "5632", "--vocab", "16000", "--shards", "4"]
 LIMITS = ["--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "4", "--num-gpu-blocks-override", "128"]
 STEPS = re.compile(r"the engine confirmed.*?version=(\d+) steps=\[(.*?)\]")
 STEP = re.compile(r'\("(\w+)", (\d+)\)')
-
-
-def environment() -> dict[str, str]:
-    """What a server of this size needs on a processor: README.md."""
-    wanted = {
-        "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_TARGET_DEVICE": "cpu",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "TORCHDYNAMO_DISABLE": "1",
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
-    return os.environ | wanted
 
 
 def ask(url: str, timeout: float) -> None:
@@ -158,7 +144,7 @@ def main() -> None:
         processes = {"apiVersion": version, "kind": "LocalProcesses", "directory": str(work / "state"), "rollouts": rollouts}
         (work / "about.yaml").write_text(f"{json.dumps(weightsync)}\n---\n{json.dumps(processes)}\n")
         with (work / "vllm.log").open("wb") as log:
-            server = subprocess.Popen(serve, env=environment(), stdout=log, stderr=log, start_new_session=True)
+            server = subprocess.Popen(serve, env=os.environ | ENVIRONMENT, stdout=log, stderr=log, start_new_session=True)
         local: subprocess.Popen[str] | None = None
         try:
             until("the server answers", START, lambda: healthy(url, server))

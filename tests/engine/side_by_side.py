@@ -31,22 +31,12 @@ from typing import Any
 import torch
 import transformers
 import weightsync
+from vllm_on_cpu import ENVIRONMENT
 
 HERE = Path(__file__).resolve().parent
 START = 600.0
 PROBE = list(range(10, 42))
 LIMITS = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "64", "--max-num-seqs", "4", "--num-gpu-blocks-override", "64"]
-ENVIRONMENT = {
-    "VLLM_SERVER_DEV_MODE": "1",
-    "VLLM_TARGET_DEVICE": "cpu",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "TORCHDYNAMO_DISABLE": "1",
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-}
 
 
 def call(url: str, body: Any = None, timeout: float = 300) -> Any:

@@ -29,6 +29,17 @@ import weightsync
 from weightsync.integrations.trl import WeightSyncCallback, WeightSyncTransfer, without_communicator
 
 STEPS = 3
+ON_A_CPU: dict[str, Any] = {
+    "max_steps": STEPS,
+    "per_device_train_batch_size": 2,
+    "learning_rate": 0.1,
+    "report_to": [],
+    "save_strategy": "no",
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+}
+"""What the settings of TRL's trainers share."""
 
 
 class Worker:
@@ -96,18 +107,11 @@ def trainer_of(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     def make(transfer: Any, worker: Worker) -> AsyncGRPOTrainer:
         settings = AsyncGRPOConfig(
             str(tmp_path / "out"),
-            max_steps=STEPS,
-            per_device_train_batch_size=2,
             gradient_accumulation_steps=1,
-            learning_rate=0.1,
             weight_sync_steps=1,
             token_budget=0,
             max_staleness=1000,
-            report_to=[],
-            save_strategy="no",
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
+            **ON_A_CPU,
         )
         rows = datasets.Dataset.from_dict({"prompt": ["w1"] * 4})
         return AsyncGRPOTrainer(str(model), None, settings, rows, rollout_worker=worker, weight_transfer=transfer)
@@ -209,16 +213,9 @@ def test_grpo_in_server_mode_publishes_what_it_would_broadcast(
         use_vllm=True,
         vllm_mode="server",
         vllm_server_base_url=server,
-        max_steps=STEPS,
-        per_device_train_batch_size=2,
         num_generations=2,
         max_completion_length=4,
-        learning_rate=0.1,
-        report_to=[],
-        save_strategy="no",
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
+        **ON_A_CPU,
     )
     rows = datasets.Dataset.from_dict({"prompt": ["w1"] * 8})
     callback = WeightSyncCallback(weightsync.Publisher.from_env(socket=agent.socket, connect_timeout=5), strict=True, timeout=LIMIT)
