@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # stages.sh TARGET...: run `make TARGET` for each, stop at the first that fails, and print at the end how long each took: seconds, and seconds of a
-# processor (without those of containers).
+# processor (without those of containers). Also printed: the GB of disk that were free after it.
 # A stage that does not end in time fails.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -10,7 +10,7 @@ LIMIT=${STAGE_LIMIT:-40m}
 
 times=()
 report() {
-  printf '\n%8s %8s  %s\n' seconds busy stage
+  printf '\n%8s %8s %8s  %s\n' seconds busy 'free GB' stage
   printf '%s\n' "${times[@]}"
   rm -f "$clock"
 }
@@ -25,7 +25,9 @@ look() {
 note() {
   local before=$busy
   look
-  times+=("$(printf '%8d %8d  %s' $((SECONDS - started)) $((busy - before)) "$1")")
+  local free
+  free=$(df --output=avail --block-size=GB . | tail -n 1)
+  times+=("$(printf '%8d %8d %8d  %s' $((SECONDS - started)) $((busy - before)) "${free%GB}" "$1")")
 }
 
 for stage in "$@"; do

@@ -30,6 +30,8 @@ make_copy() {
 # A copy is no part of the repository: git must apply a patch to it as to any folder.
 apply_patch() { GIT_CEILING_DIRECTORIES=$work git apply "$@"; }
 
+# Each mutant changes one file.
+export CARGO_INCREMENTAL=1
 build() { CARGO_TARGET_DIR=$PWD/target cargo test --quiet --offline --jobs "$1" --package weightsync-core --test model --no-run; }
 
 # Fails unless the test fails in time by the law.
