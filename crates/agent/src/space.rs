@@ -13,8 +13,10 @@ use crate::core::lock;
 /// Memory that is never asked for, so that other processes of the pod and node have room to breathe: 1/32 of the limit, or of the node.
 const RESERVE: u64 = 32;
 
+/// Why there is no room.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum NoSpace {
+#[allow(missing_docs)]
+pub enum NoSpace {
     #[error("{wanted} bytes of memory are needed, {free} are free under the limit of {limit} in {place}")]
     Memory { wanted: u64, free: u64, limit: u64, place: String },
     #[error("{wanted} bytes of memory are needed, {free} are available on the node")]
@@ -120,6 +122,12 @@ impl Cgroups {
         self.levels().into_iter().filter_map(|(directory, v2)| read_limit(&directory, v2)).min_by_key(MemoryLimit::free)
     }
 
+    /// Bytes of memory that this process may still use, by its control groups and the node; `None` if neither can be read.
+    pub fn free_memory(&self) -> Option<u64> {
+        let limit = self.tightest().map(|limit| limit.free());
+        limit.into_iter().chain(available(&self.meminfo)).min()
+    }
+
     /// Reserves memory; refuses what does not fit into the control groups and the node, next to what is reserved already.
     pub(crate) fn reserve(&self, wanted: u64) -> Result<Reservation, NoSpace> {
         let mut reserved = lock(self.ledger.of(Kind::Memory));
@@ -210,7 +218,7 @@ fn available(meminfo: &Path) -> Option<u64> {
 }
 
 /// Bytes that may still be written below a directory.
-pub(crate) fn free_in(directory: &Path) -> Result<u64, NoSpace> {
+pub fn free_in(directory: &Path) -> Result<u64, NoSpace> {
     let found = rustix::fs::statvfs(directory)
         .map_err(|cause| NoSpace::Unknown { place: directory.display().to_string(), cause: cause.to_string() })?;
     Ok(found.f_bavail.saturating_mul(found.f_frsize))

@@ -18,7 +18,7 @@ use axum::response::{IntoResponse, Redirect, Response};
 use axum::routing::get;
 use axum::{Json, Router};
 
-pub use history::{Attempt, History};
+pub use history::{Attempt, History, Noted, record};
 pub use recent::{RecentEvent, RecentEvents};
 pub use state::{PageCondition, PageObject};
 use weightsync_net::health::{asks_for_localhost, is_local};

@@ -9,7 +9,7 @@ use tokio::sync::watch;
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tokio_util::task::AbortOnDropHandle;
 
-use crate::page::{Audience, History, Page, PageCondition, PageObject, RecentEvents, now};
+use crate::page::{Audience, History, Page, PageCondition, PageObject, RecentEvents, record};
 use weightsync_core::membership::MembershipView;
 use weightsync_net::https::{Limits, serve_plain};
 
@@ -26,7 +26,7 @@ impl PageServer {
         let listener = TcpListener::bind(SocketAddr::from((Ipv4Addr::LOCALHOST, port))).await?;
         let url = format!("http://{}/ui/", listener.local_addr()?);
         let history = Arc::<Mutex<History>>::default();
-        let record = record(view.clone(), history.clone());
+        let record = record(view.clone(), history.clone(), |_| ());
         let name = name.to_owned();
         let objects = move || {
             let view = view.borrow().clone();
@@ -45,19 +45,6 @@ impl PageServer {
         let stop = CancellationToken::new();
         tokio::spawn(serve_plain(listener, page.router(), Limits::pages(), stop.clone()));
         Ok(Self { url, _stop: stop.drop_guard(), _record: AbortOnDropHandle::new(tokio::spawn(record)) })
-    }
-}
-
-/// Keeps the last updates.
-async fn record(mut view: watch::Receiver<MembershipView>, history: Arc<Mutex<History>>) {
-    loop {
-        let update = view.borrow_and_update().update.clone();
-        if let Some(update) = update {
-            history.lock().note(&update, now());
-        }
-        if view.changed().await.is_err() {
-            return;
-        }
     }
 }
 

@@ -2,9 +2,14 @@
 //! controller begins with an empty history.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 
+use parking_lot::Mutex;
 use serde::Serialize;
+use tokio::sync::watch;
 
+use super::now;
+use weightsync_core::membership::MembershipView;
 use weightsync_core::protocol::{InstallStep, UpdatePhase, UpdateView, cut};
 
 /// Attempts that are kept for one object.
@@ -15,6 +20,33 @@ const PHASES: usize = 8;
 const MEMBERS: usize = 64;
 /// Longest text of a failure in bytes.
 const FAILURE: usize = 512;
+
+/// A report of an update that was just added to a history.
+pub struct Noted<'a> {
+    /// The group at that time.
+    pub view: &'a MembershipView,
+    /// The update.
+    pub update: &'a UpdateView,
+    /// When it was noted, in ms since 1970.
+    pub at: u64,
+    /// Whether this report is the first that shows its end.
+    pub ended: bool,
+}
+
+/// Notes every report of an update, and calls `noted` for it; ends with the view.
+pub async fn record(mut view: watch::Receiver<MembershipView>, history: Arc<Mutex<History>>, mut noted: impl FnMut(&Noted<'_>)) {
+    loop {
+        let seen = view.borrow_and_update().clone();
+        if let Some(update) = &seen.update {
+            let at = now();
+            let ended = history.lock().note(update, at);
+            noted(&Noted { view: &seen, update, at, ended });
+        }
+        if view.changed().await.is_err() {
+            return;
+        }
+    }
+}
 
 /// One attempt to deliver a version, as its leader last reported it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]

@@ -1,6 +1,8 @@
 //! Whether this host has room for the demo, before anything starts. Decides what is too little, and says what to change.
 
-use rustix::fs::statvfs;
+use std::path::Path;
+
+use weightsync_agent::space::{Cgroups, free_in};
 
 /// Where versions lie for the engines.
 const SHARED_MEMORY: &str = "/dev/shm";
@@ -31,11 +33,8 @@ pub struct Free {
 impl Free {
     /// Reads what this host has now.
     pub fn read() -> Self {
-        let shared = statvfs(SHARED_MEMORY).ok().map(|found| (found.f_bavail.saturating_mul(found.f_frsize)) >> 20);
-        let memory = std::fs::read_to_string("/proc/meminfo").ok().and_then(|text| {
-            let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-            Some(line.split_whitespace().next()?.parse::<u64>().ok()? >> 10)
-        });
+        let shared = free_in(Path::new(SHARED_MEMORY)).ok().map(|bytes| bytes >> 20);
+        let memory = Cgroups::of_this_process().free_memory().map(|bytes| bytes >> 20);
         Self { shared, memory }
     }
 }
@@ -58,7 +57,7 @@ pub fn lack(need: Need, free: Free) -> Option<String> {
             smaller()
         )),
         Free { memory: Some(has), .. } if has < memory => {
-            Some(format!("this host has {has} MiB of memory available, and the demo needs {memory} MiB. End other programs{}", smaller()))
+            Some(format!("{has} MiB of memory are free on this host or under this process's limit, and the demo needs {memory} MiB. End other programs{}", smaller()))
         }
         _ => None,
     }
@@ -81,7 +80,7 @@ mod tests {
     fn little_memory_is_refused_also_for_real_servers() {
         let need = Need { replicas: 2, megabytes: 8, real: true };
         let found = lack(need, Free { shared: Some(4000), memory: Some(1000) }).unwrap();
-        assert!(found.contains("1000 MiB of memory") && !found.contains("--megabytes"), "{found}");
+        assert!(found.contains("1000 MiB of memory are free") && !found.contains("--megabytes"), "{found}");
     }
 
     #[test]
