@@ -10,7 +10,7 @@ use kube::ResourceExt;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::api::{DocumentError, EngineKind, OnWedged, Pool, WeightSync, check_version, read_document, validate};
+use crate::api::{Discovery, DocumentError, EngineKind, OnWedged, Pool, WeightSync, check_version, read_document, validate};
 use weightsync_coordinator::local::default_policy;
 use weightsync_core::protocol::UpdatePolicy;
 
@@ -157,6 +157,11 @@ fn weightsync(document: &Value) -> Result<WeightSync, String> {
     }
     let spec = &object.spec;
     let several = spec.rollouts.iter().find(|pool| pool.replica.pods > 1);
+    let registered = spec.rollouts.iter().find(|pool| pool.engine.discovery == Discovery::Registered);
+    if let Some(pool) = registered {
+        let field = format!("spec.rollouts[{}].engine.discovery", pool.name);
+        return Err(format!("{field}: on one host the processes file gives each engine's port: set it to Ports, or remove it"));
+    }
     match several {
         _ if spec.suspend => Err("spec.suspend: a group of processes cannot be suspended: end weightsync local, or remove suspend".into()),
         _ if spec.update.on_wedged == OnWedged::RestartPod => {

@@ -1,8 +1,9 @@
-"""WeightSync's client for trainers: publishes weights to the rollout engines of a group, through the agent of this pod."""
+"""WeightSync's client, through the agent of this pod: a trainer publishes weights to rollout engines, and an engine registers."""
 
 from __future__ import annotations
 
 from ._source import Meta, Source
+from .engines import EngineRegistration, register_engine
 from .epoch import Epoch, EpochReplica, Update
 from .errors import (
     AgentLost,
@@ -31,6 +32,7 @@ from .topology import Topology
 __all__ = [
     "AgentLost",
     "Cancelled",
+    "EngineRegistration",
     "Epoch",
     "EpochReplica",
     "Failed",
@@ -61,6 +63,7 @@ __all__ = [
     "WeightSyncError",
     "fsdp2",
     "module",
+    "register_engine",
     "sharded",
     "state_dict",
     "stream",

@@ -5,7 +5,7 @@ use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 use kube::ResourceExt;
 
 use super::{
-    BeforeFirstVersion, Digest, Join, KvCache, Launch, Pause, PodSelector, Pool, Replica, SelectorOperator, Trainer, Transport,
+    BeforeFirstVersion, Digest, Discovery, Join, KvCache, Launch, Pause, PodSelector, Pool, Replica, SelectorOperator, Trainer, Transport,
     TransportType, WeightSync, WeightSyncSpec,
 };
 use weightsync_core::membership::JoinPolicy;
@@ -142,11 +142,12 @@ impl WeightSyncSpec {
         self.readiness.before_first_version == BeforeFirstVersion::Serve
     }
 
-    /// The engines of a pod of `pool`, in the agents' protocol.
-    pub fn engines(pool: &Pool) -> Vec<EngineAssignment> {
+    /// The engines of a pod of `pool`, in the agents' protocol: at the ports of the spec, or at those that `registered` with its agent.
+    pub fn engines(pool: &Pool, registered: &[u16]) -> Vec<EngineAssignment> {
         let kind = pool.engine.kind.name();
-        let ports = pool.engine.ports().into_iter().filter_map(|port| u16::try_from(port).ok());
-        ports.map(|port| EngineAssignment { kind: kind.to_owned(), port }).collect()
+        let listed = pool.engine.ports().into_iter().filter_map(|port| u16::try_from(port).ok());
+        let found = registered.iter().copied().filter(|_| pool.engine.discovery == Discovery::Registered);
+        listed.chain(found).map(|port| EngineAssignment { kind: kind.to_owned(), port }).collect()
     }
 }
 
@@ -204,6 +205,7 @@ impl Pool {
             selector: self.selector.to_plan(),
             // A port that cannot be becomes 0, which the plan refuses by name.
             ports: self.engine.ports().into_iter().map(|port| u16::try_from(port).unwrap_or(0)).collect(),
+            registered: self.engine.discovery == Discovery::Registered,
             ranks: count(self.ranks),
             group,
             order: order(self.order.as_ref()),

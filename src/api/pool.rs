@@ -14,6 +14,8 @@ use super::{EngineKind, Order, PodSelector};
 #[serde(rename_all = "camelCase")]
 #[x_kube(validation = Rule::new("self.replica.pods == 1 || !has(self.engine.ports) || self.engine.ports.size() <= 1")
     .message("a replica of several pods has one engine port, on its head: list one port"))]
+#[x_kube(validation = Rule::new("self.engine.discovery != 'Registered' || (!has(self.engine.ports) && self.replica.pods == 1)")
+    .message("engines that register take ports of their own, and a replica is one of them: remove engine.ports and replica.pods"))]
 pub struct Pool {
     /// Name of the pool, such as `actors`. It is part of its members' names.
     #[schemars(length(min = 1, max = 63), regex(pattern = "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"))]
@@ -59,10 +61,26 @@ pub struct Engine {
     #[x_kube(merge_strategy = ListMerge::Set)]
     pub ports: Vec<i32>,
 
+    /// How the agent finds the engines of its pod. `Ports`: one engine at each of `ports`. `Registered`: the process of each engine calls
+    /// `weightsync.register_engine(port)` when its server starts, such as a Ray actor that takes a free port. Its replica exists while that
+    /// process lives. Such an engine is fed through host memory. Default: `Ports`.
+    #[serde(default)]
+    pub discovery: Discovery,
+
     /// Key of a Secret in the same namespace with the server's API key. Only for `agent.launch: Ephemeral`. Each pod must name it in its
     /// annotation `weightsync.dev/api-key-secret: SECRET/KEY`; otherwise it gets no agent. Default: none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub api_key_secret_ref: Option<SecretKey>,
+}
+
+/// How the agent finds the engines of its pod.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub enum Discovery {
+    /// At the ports of the spec.
+    #[default]
+    Ports,
+    /// Each engine registers with the agent of its pod.
+    Registered,
 }
 
 /// A key of a Secret in the object's namespace.
@@ -100,8 +118,11 @@ pub struct Replica {
 }
 
 impl Engine {
-    /// Its ports: those of the spec, or the default port of its kind.
+    /// Its ports: those of the spec, or the default port of its kind. Empty if its engines register.
     pub fn ports(&self) -> Vec<i32> {
+        if self.discovery == Discovery::Registered {
+            return Vec::new();
+        }
         if self.ports.is_empty() { vec![self.kind.port()] } else { self.ports.clone() }
     }
 }

@@ -9,7 +9,9 @@ use std::fmt;
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 
 use super::engine_kind::broken;
-use super::{Delivery, Launch, NCCL_ENV, Order, Pause, PodSelector, Pool, SelectorOperator, Transport, TransportType, WeightSyncSpec};
+use super::{
+    Delivery, Discovery, Launch, NCCL_ENV, Order, Pause, PodSelector, Pool, SelectorOperator, Transport, TransportType, WeightSyncSpec,
+};
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Problem {
@@ -105,6 +107,11 @@ fn check_pool(problems: &mut Problems, field: &str, pool: &Pool) {
         pool.replica.pods == 1 || ports.len() <= 1,
         field,
         "a replica of several pods has one engine port, on its head: list one port",
+    );
+    problems.expect(
+        pool.engine.discovery != Discovery::Registered || (ports.is_empty() && pool.replica.pods == 1),
+        field,
+        "engines that register take ports of their own, and a replica is one of them: remove engine.ports and replica.pods",
     );
     problems.range(&format!("{field}.ranks"), pool.ranks.into(), 1, 65_536);
     problems.range(&format!("{field}.replica.pods"), pool.replica.pods.into(), 1, 1024);

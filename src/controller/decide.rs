@@ -8,7 +8,8 @@ use std::net::IpAddr;
 use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt;
 
-use crate::api::{LONGEST_REQUEST, PREFLIGHT_ANNOTATION, Pool, WeightSync, WeightSyncSpec, container_name, pod_facts, validate};
+use crate::api::{Discovery, LONGEST_REQUEST, PREFLIGHT_ANNOTATION, Pool, WeightSync, WeightSyncSpec, container_name, pod_facts, validate};
+use weightsync_coordinator::Registered;
 use weightsync_core::membership::MembershipConfig;
 use weightsync_core::plan::{
     Candidate, Claim, LeftOut, Plan, PlanInput, PlanRefusal, PodFacts, PodPhase, PoolSpec, ROLE_LABEL, ROLE_ROLLOUT, ROLE_TRAINER,
@@ -59,12 +60,15 @@ impl Selection {
 }
 
 /// Decides for `object`, given all readable objects and all opted-in pods of its namespace.
-pub(super) fn decide(object: &WeightSync, others: &[&WeightSync], pods: &[&Pod]) -> Decided {
+/// `registered` are the engines that registered with agents of the object.
+pub(super) fn decide(object: &WeightSync, others: &[&WeightSync], pods: &[&Pod], registered: &Registered) -> Decided {
     let problems = validate(&object.spec);
     // A namespace may hold the pods of hundreds of objects: ignore all other pods.
     let selection = Selection::of(object);
     let mine = pods.iter().filter(|pod| selection.holds(pod.labels()));
-    let facts: Vec<PodFacts> = mine.map(|pod| pod_facts(pod, container_down(object, pod))).collect();
+    let facts: Vec<PodFacts> = mine
+        .map(|pod| PodFacts { registered: engines_of(object, pod, registered), ..pod_facts(pod, container_down(object, pod)) })
+        .collect();
     let planned = if problems.is_empty() {
         plan(&PlanInput {
             weightsync: object.plan_ref(),
@@ -97,6 +101,18 @@ pub(super) fn decide(object: &WeightSync, others: &[&WeightSync], pods: &[&Pod])
         no_source,
         replicas,
     }
+}
+
+/// Ports of the engines that registered with the agent of a pod. An agent reports them within seconds of a start of this controller; until
+/// then they are those of the status, because a group must not dissolve when the controller restarts.
+fn engines_of(object: &WeightSync, pod: &Pod, registered: &Registered) -> Vec<u16> {
+    let Some(pool) = pool_of(object, pod.labels()).filter(|pool| pool.engine.discovery == Discovery::Registered) else { return Vec::new() };
+    if let Some(ports) = pod.uid().and_then(|uid| registered.get(&uid)) {
+        return ports.clone();
+    }
+    let prefix = format!("{}/{}:", pool.name, pod.name_any());
+    let members = object.status.iter().flat_map(|status| &status.members);
+    members.filter_map(|member| member.name.strip_prefix(&prefix)?.parse().ok()).collect()
 }
 
 fn config(object: &WeightSync, replicas: u32) -> MembershipConfig {
@@ -162,6 +178,7 @@ fn claims(object: &WeightSync, pods: &[PodFacts]) -> HashMap<String, Assignment>
     let wanted = |role, engines| Assignment {
         role,
         engines,
+        registered: false,
         serve_before_first_version,
         current: None,
         returned: None,
@@ -177,7 +194,8 @@ fn claims(object: &WeightSync, pods: &[PodFacts]) -> HashMap<String, Assignment>
             wanted(Role::Source, Vec::new())
         } else if let Some(pool) = pool_of(object, &pod.labels) {
             let head = pool.replica.pods == 1 || pool.replica.head().matches(&pod.labels);
-            wanted(Role::Rollout, if head { WeightSyncSpec::engines(pool) } else { Vec::new() })
+            let engines = if head { WeightSyncSpec::engines(pool, &pod.registered) } else { Vec::new() };
+            Assignment { registered: pool.engine.discovery == Discovery::Registered, ..wanted(Role::Rollout, engines) }
         } else {
             continue;
         };

@@ -8,7 +8,6 @@ use std::time::Duration;
 
 use k8s_openapi::api::core::v1::{ObjectReference, Pod};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
-use k8s_openapi::jiff::Timestamp;
 use kube::runtime::reflector::ObjectRef;
 use kube::{Client, Resource, ResourceExt};
 use parking_lot::Mutex;
@@ -31,9 +30,9 @@ use super::traces::{Traces, Trail};
 use super::triggers::Triggers;
 use crate::api::{WeightSync, WeightSyncStatus};
 use crate::controller::lease::Leadership;
-use weightsync_coordinator::page::{Attempt, History, RecentEvent, RecentEvents};
+use weightsync_coordinator::page::{Attempt, History, RecentEvent, RecentEvents, record};
 use weightsync_coordinator::{
-    Addresses, Context, Coordinator, CoordinatorEvent, CoordinatorHandle, Directory, EventSink, Held, ProvenPod, Timing, Wanted,
+    Addresses, Context, Coordinator, CoordinatorEvent, CoordinatorHandle, Directory, EventSink, Held, ProvenPod, Registered, Timing, Wanted,
 };
 use weightsync_core::membership::{Membership, MembershipView, Restored};
 use weightsync_core::protocol::{HeldVersion, Reason};
@@ -212,8 +211,15 @@ impl Objects {
         let handle = Coordinator::start(wanted(decided), restored, context, world.cancel.child_token());
         let trigger = (scope.triggers.clone(), ObjectRef::<Object>::new(&name).within(&namespace));
         let mut view = handle.view.clone();
+        let mut registered = object.uid().and_then(|uid| world.directory.registered(&uid));
         let forward = async move {
-            while view.changed().await.is_ok() {
+            loop {
+                tokio::select! {
+                    changed = view.changed() => if changed.is_err() {
+                        break;
+                    },
+                    () = changed(&mut registered) => {}
+                }
                 sleep(GATHER).await;
                 view.mark_unchanged();
                 trigger.0.push(trigger.1.clone());
@@ -221,7 +227,15 @@ impl Objects {
             }
             trigger.0.push(trigger.1);
         };
-        let record = record(handle.view.clone(), history.clone(), world.metrics.clone(), world.traces.clone());
+        let (metrics, traces, mut trail) = (world.metrics.clone(), world.traces.clone(), Trail::default());
+        let record = record(handle.view.clone(), history.clone(), move |noted| {
+            if noted.ended {
+                metrics.count_update(noted.update, noted.view.transport.as_ref());
+            }
+            if traces.are_wanted() {
+                trail.note(noted.update, noted.at).into_iter().for_each(|trace| traces.put(trace));
+            }
+        });
         Entry {
             object: object.clone(),
             triggers: scope.triggers.clone(),
@@ -237,6 +251,12 @@ impl Objects {
             _forward: AbortOnDropHandle::new(tokio::spawn(forward)),
             _record: AbortOnDropHandle::new(tokio::spawn(record)),
         }
+    }
+
+    /// The engines that registered with agents of the object.
+    pub(super) fn registered(&self, object: &WeightSync) -> Registered {
+        let registered = object.uid().and_then(|uid| self.world.directory.registered(&uid));
+        registered.map(|registered| registered.borrow().clone()).unwrap_or_default()
     }
 
     /// Holds the agents of an object without a coordinator: its spec cannot be parsed, or is invalid.
@@ -388,27 +408,15 @@ impl Objects {
     }
 }
 
-/// Keeps the last updates, and counts and traces each that ended.
-async fn record(mut view: watch::Receiver<MembershipView>, history: Arc<Mutex<History>>, metrics: ControllerMetrics, traces: Traces) {
-    let mut trail = Trail::default();
-    loop {
-        let (update, transport) = {
-            let view = view.borrow_and_update();
-            (view.update.clone(), view.transport.clone())
-        };
-        if let Some(update) = update {
-            let now = u64::try_from(Timestamp::now().as_millisecond()).unwrap_or(0);
-            let ended = history.lock().note(&update, now);
-            if ended {
-                metrics.count_update(&update, transport.as_ref());
-            }
-            if traces.are_wanted() {
-                trail.note(&update, now).into_iter().for_each(|trace| traces.put(trace));
-            }
-        }
-        if view.changed().await.is_err() {
-            return;
-        }
+/// Waits for a change of the registered engines; for ever if no more can come.
+async fn changed(registered: &mut Option<watch::Receiver<Registered>>) {
+    let change = match registered {
+        Some(registered) => registered.changed().await.is_ok(),
+        None => false,
+    };
+    if !change {
+        *registered = None;
+        std::future::pending().await
     }
 }
 

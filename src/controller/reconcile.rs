@@ -118,7 +118,7 @@ impl ScopeContext {
         let others = self.scope.objects_in(&namespace);
         let others: Vec<&WeightSync> = others.iter().filter_map(|other| other.0.as_ref().ok()).collect();
         let known: Vec<&Pod> = pods.iter().map(AsRef::as_ref).collect();
-        (decide(object, &others, &known), pods)
+        (decide(object, &others, &known, &self.shared.objects.registered(object)), pods)
     }
 
     async fn look(&self, object: &Arc<WeightSync>, term: u64) -> Result<Action, ReconcileError> {

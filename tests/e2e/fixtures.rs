@@ -98,6 +98,17 @@ pub fn asker(url: &str) -> Value {
     pod("asker", None, container)
 }
 
+/// A pod that starts and ends simulated engines when asked (`tests/e2e/actors.py`); they register with its agent.
+pub fn actors(name: &str) -> Value {
+    let container = json!({
+        "name": "actors", "image": ENGINE_IMAGE,
+        "command": ["python", "-u", "/host/share/e2e/actors.py", "--port", TRAINER_PORT.to_string()],
+        "env": env(&[("PYTHONPATH", "/host/share/python")]),
+        "ports": [{"containerPort": TRAINER_PORT}]
+    });
+    pod(name, Some("rollout"), container)
+}
+
 /// A simulated engine of `weightsync-dev`: starts in milliseconds, keeps vLLM's rules, computes what it serves.
 pub fn simulated_vllm(name: &str) -> Value {
     let command = ["/weightsync-dev", "simulate-engine", "--engine", "vllm", "--host", "0.0.0.0", "--port", "8000", "--model", BASE_MODEL];

@@ -114,7 +114,7 @@ async fn every_example_of_the_documentation_is_accepted() {
                 let (group, version) = document["apiVersion"].as_str().unwrap().rsplit_once('/').unwrap_or(("", "v1"));
                 let kind = GroupVersionKind::gvk(group, version, document["kind"].as_str().unwrap());
                 // Kinds of other projects are not installed here.
-                if !["", "apps", "batch", "weightsync.dev"].contains(&group) {
+                if !["", "apps", "autoscaling", "batch", "weightsync.dev"].contains(&group) {
                     continue;
                 }
                 let api: kube::Api<DynamicObject> =

@@ -23,6 +23,7 @@ mod operate;
 mod operator;
 mod policies;
 mod quickstart;
+mod registered;
 mod service;
 mod versions;
 mod wrap;

@@ -21,6 +21,7 @@ mkdir -p "$WEIGHTSYNC_SHARE/models" "$WEIGHTSYNC_SHARE/e2e"
 cp "$root"/tests/e2e/*.py "$WEIGHTSYNC_SHARE/e2e/"
 # Makes a new file: the old one may still run.
 install "${WEIGHTSYNC_LIAR:-$(dirname "$binary")/examples/liar}" "$WEIGHTSYNC_SHARE/e2e/liar"
+install "$(dirname "$binary")/weightsync-dev" "$WEIGHTSYNC_SHARE/e2e/weightsync-dev"
 # The stand-in for GPUs: where libnccl looks for libcuda, it finds the same file.
 libraries=$(CARGO_TARGET_DIR=$root/target "$root/tests/fakegpu/build.sh")
 mkdir -p "$WEIGHTSYNC_SHARE"/gpus/{lib64,nccl}

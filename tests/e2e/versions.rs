@@ -3,8 +3,10 @@
 
 use std::time::{Duration, Instant};
 
+use k8s_openapi::api::apps::v1::Deployment;
 use k8s_openapi::api::core::v1::Pod;
-use kube::api::DeleteParams;
+use kube::ResourceExt as _;
+use kube::api::{DeleteParams, ListParams, Patch, PatchParams};
 
 use super::asks::{between_20_and_80_percent, completion, completion_with_cache, publish_to, save, train, trainer_pid};
 use super::cluster::{Cluster, is_ready};
@@ -54,7 +56,8 @@ async fn real_trainers_versions_equal_fresh_servers_under_faults() {
         kubectl_shows(&cluster).await;
         let mut users = Users::begin(&cluster, 3).await;
         lose_a_rollout_in_the_middle(&cluster, &mut users).await;
-        replace_a_rollout_while_versions_go_on(&cluster, &mut users).await;
+        let version = replace_a_rollout_while_versions_go_on(&cluster, &mut users).await;
+        scale_up_while_versions_go_on(&cluster, &mut users, version).await;
         let answered = users.end(&cluster).await;
         println!("{answered} answers through the Service, each of a version that was allowed");
         assert_eq!(trainer_pid(&cluster, "trainer-0").await, pid, "the trainer noticed nothing");
@@ -114,7 +117,8 @@ async fn lose_a_rollout_in_the_middle(cluster: &Cluster, users: &mut Users) {
 }
 
 /// The other rollout is deleted as any pod is; versions go on until its replacement serves with them.
-async fn replace_a_rollout_while_versions_go_on(cluster: &Cluster, users: &mut Users) {
+/// Returns the last version.
+async fn replace_a_rollout_while_versions_go_on(cluster: &Cluster, users: &mut Users) -> u64 {
     users.taken_away(now());
     cluster.api::<Pod>().delete("vllm-0", &DeleteParams::default()).await.unwrap();
     cluster.await_gone("vllm-0", SOON).await;
@@ -128,4 +132,42 @@ async fn replace_a_rollout_while_versions_go_on(cluster: &Cluster, users: &mut U
     }
     users.publish(cluster, version + 1, 0.0).await;
     cluster.await_version("run", version + 1, 2, SOON).await;
+    version + 1
+}
+
+/// Two servers become four by the scale of a Deployment, as an autoscaler sets it. No new server answers before it was fed.
+async fn scale_up_while_versions_go_on(cluster: &Cluster, users: &mut Users, version: u64) {
+    let pod = vllm("more", Some("rollout"), BASE_MODEL);
+    let deployment = serde_json::json!({
+        "apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "more"},
+        "spec": {
+            "replicas": 0, "selector": {"matchLabels": {"app": "more"}},
+            "template": {"metadata": {"labels": pod["metadata"]["labels"]}, "spec": pod["spec"]}
+        }
+    });
+    cluster.apply(&deployment).await.unwrap();
+    let scale = Patch::Merge(serde_json::json!({"spec": {"replicas": 2}}));
+    cluster.api::<Deployment>().patch_scale("more", &PatchParams::default(), &scale).await.unwrap();
+    let more = ListParams::default().labels("app=more");
+    let ready = || async { cluster.api::<Pod>().list(&more).await.unwrap().items.into_iter().filter(is_ready).collect::<Vec<_>>() };
+    let (begun, mut version) = (Instant::now(), version);
+    let pods = loop {
+        let pods = ready().await;
+        if pods.len() == 2 {
+            break pods;
+        }
+        assert!(begun.elapsed() < 2 * START, "{} of 2 more servers are ready after {version} versions", pods.len());
+        version += 1;
+        users.publish(cluster, version, 0.0).await;
+    };
+    let answer = users.publish(cluster, version + 1, 0.0).await;
+    assert_eq!(answer["installed"].as_array().map(Vec::len), Some(4), "{answer}");
+    cluster.await_version("run", version + 1, 4, SOON).await;
+    let alike = async {
+        let first = completion(cluster, "vllm-0").await;
+        for pod in &pods {
+            assert_eq!(completion(cluster, &pod.name_any()).await, first, "{} serves what vllm-0 serves", pod.name_any());
+        }
+    };
+    users.resting(cluster, alike).await;
 }

@@ -1,5 +1,7 @@
 //! An agent's process from its start to its end, with a real enrolment server and coordinator: when its pod may serve, and what is left.
 
+mod registered;
+
 use std::collections::HashMap;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
@@ -143,6 +145,7 @@ impl Operator {
         let assignment = Assignment {
             role: Role::Rollout,
             engines: vec![EngineAssignment { kind: "idle".into(), port: 8000 }],
+            registered: false,
             serve_before_first_version,
             current: None,
             returned: None,
@@ -236,7 +239,7 @@ impl Agent {
             ca_pem: operator.ca.certificate_pem().into(),
             places: Places { versions: versions.clone(), versions_in_engine: None, model: None, name: pod_uid.clone() },
             socket: ClientServerConfig::at(SocketName::of_pod(&pod_uid).unwrap()),
-            engines: Arc::new(|_| Ok(Arc::new(Idle))),
+            engines: Arc::new(|_, _| Ok(Arc::new(Idle))),
             cgroups: Cgroups::of_this_process(),
             serve_unclaimed_after,
             command: None,

@@ -49,6 +49,7 @@ async fn end_of_a_wrapped_engine_is_reported_at_once() {
     let assignment = Assignment {
         role: Role::Rollout,
         engines: vec![EngineAssignment { kind: "vllm".into(), port }],
+        registered: false,
         serve_before_first_version: true,
         current: None,
         returned: None,

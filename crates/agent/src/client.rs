@@ -44,11 +44,12 @@ pub use weightsync_net::memfd;
 
 use self::gpu_ring::GpuRings;
 use crate::external::ExternalDesk;
+use crate::registry::{RegisterError, Registry};
 use weightsync_core::protocol::{CLIENT_PROTOCOL, RosterView};
 
 const MOST_CLIENTS: usize = 64;
 
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 #[allow(missing_docs)]
 pub struct ClientServerConfig {
     pub socket: SocketName,
@@ -62,6 +63,8 @@ pub struct ClientServerConfig {
     pub users: TrainerUsers,
     pub gpu: SourceGpu,
     pub external: Arc<ExternalDesk>,
+    /// Where engines register: only for the agent of a rollout, which serves no trainer.
+    pub engines: Option<Arc<Registry>>,
 }
 
 impl ClientServerConfig {
@@ -79,6 +82,7 @@ impl ClientServerConfig {
             users: TrainerUsers::These(Vec::new()),
             gpu: no_source_gpu(),
             external: Arc::default(),
+            engines: None,
         }
     }
 }
@@ -96,6 +100,7 @@ struct Shared {
     gpu: SourceGpu,
     gpu_rings: Arc<GpuRings>,
     external: Arc<ExternalDesk>,
+    engines: Option<Arc<Registry>>,
     /// None: everybody.
     uids: Option<Vec<u32>>,
     queue: Arc<PublishQueue>,
@@ -119,6 +124,15 @@ enum Refused {
     TooMany,
     #[error("no hello came")]
     NoHello,
+    #[error("this is the agent of a rollout's pod, where engines register: connect to the agent of the trainer's pod (WEIGHTSYNC_SOCKET)")]
+    NoTrainer,
+    #[error(
+        "this is the agent of a trainer's pod: an engine registers with the agent of its own pod, which its WeightSync selects in \
+         spec.rollouts with engine.discovery Registered"
+    )]
+    NoEngines,
+    #[error("{0}")]
+    Register(#[from] RegisterError),
     #[error("{0}")]
     Nonsense(String),
     #[error("the connection broke: {0}")]
@@ -142,8 +156,9 @@ impl ClientServer {
         let listener = listener.map_err(|source| SocketError::Io { name: config.socket.clone(), source })?;
         let uids = config.users.with_own(rustix::process::geteuid().as_raw());
         let (agent, slots, bucket_bytes) = (config.agent, config.slots.max(2), config.bucket_bytes);
-        let (gpu, gpu_rings, external) = (config.gpu, Arc::default(), config.external);
-        Ok(Self { listener, shared: Arc::new(Shared { agent, slots, bucket_bytes, gpu, gpu_rings, external, uids, queue, roster }) })
+        let (gpu, gpu_rings, external, engines) = (config.gpu, Arc::default(), config.external, config.engines);
+        let shared = Shared { agent, slots, bucket_bytes, gpu, gpu_rings, external, engines, uids, queue, roster };
+        Ok(Self { listener, shared: Arc::new(shared) })
     }
 
     /// Serves until `shutdown`; then every connection is closed, and clients know that their agent is lost.

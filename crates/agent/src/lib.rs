@@ -18,6 +18,7 @@ mod lead;
 pub mod process;
 pub mod publish_job;
 pub mod rdma;
+pub mod registry;
 pub mod rollout;
 mod roster;
 mod server;

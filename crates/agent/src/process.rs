@@ -153,11 +153,11 @@ async fn sessions(session: &Session, pages: &Pages, cancel: &CancellationToken) 
         // Directories of the claim before must be gone before their names are taken again.
         pages.forget_endpoints();
         let over = cancel.child_token();
-        let running = session.start(&enrolled, pages, &over).await;
-        let ended = match &running {
+        let mut running = session.start(&enrolled, pages, &over).await;
+        let ended = match &mut running {
             Ok(running) => {
                 backoff.succeeded();
-                attend(session, enrolled, running, cancel).await
+                attend(session, enrolled, running, pages, cancel).await
             }
             Err(error) => {
                 tracing::error!(%error, "this agent cannot do what its object wants");
@@ -189,9 +189,11 @@ enum Ended {
 }
 
 /// Renews the certificate and follows the assignment while the claim lasts.
-async fn attend(session: &Session, mut enrolled: Enrolled, running: &Running, cancel: &CancellationToken) -> Ended {
+async fn attend(session: &Session, mut enrolled: Enrolled, running: &mut Running, pages: &Pages, cancel: &CancellationToken) -> Ended {
     let mut assignment = running.assignment();
-    let same_engines = |a: &Assignment, b: &Assignment| (a.role, &a.engines) == (b.role, &b.engines);
+    // Engines that register come and go one by one; a change of the object's own list starts all endpoints again.
+    let listed = |a: &Assignment| (!a.registered).then(|| a.engines.clone());
+    let same_engines = |a: &Assignment, b: &Assignment| (a.role, listed(a)) == (b.role, listed(b));
     // Next to everything else: a controller that is away may keep it waiting for hours, and the command may end meanwhile.
     let renewed = |at| async move {
         sleep_until(at).await;
@@ -229,6 +231,12 @@ async fn attend(session: &Session, mut enrolled: Enrolled, running: &Running, ca
                 let now = assignment.borrow_and_update().clone();
                 if !same_engines(&now, &enrolled.assignment) {
                     tracing::info!("the object wants other engines");
+                    return Ended::Differs;
+                }
+                if now.registered
+                    && let Err(error) = session.follow(running, &now, pages).await
+                {
+                    tracing::error!(%error, "the endpoint of a registered engine cannot start");
                     return Ended::Differs;
                 }
                 running.assign(&now);

@@ -11,7 +11,7 @@ use tokio::time::Instant;
 
 use super::addresses::{AddressProblem, Addresses};
 use super::common_change::{Common, CommonChange};
-use weightsync_core::protocol::{Announcement, Assignment, HeldVersion, Hindrance, Rejection, Returned, Role, Version};
+use weightsync_core::protocol::{Announcement, Assignment, HeldVersion, Hindrance, MOST_ENGINES, Rejection, Returned, Role, Version};
 
 /// The claim of an object on a pod.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -55,8 +55,13 @@ struct Object {
     newest: Option<Version>,
     suspended: bool,
     hindrance: Option<Hindrance>,
+    registered: watch::Sender<Registered>,
     announcements: mpsc::Sender<Arrival>,
 }
+
+/// Ports of the engines that registered with the agents of an object, by the UID of their pod. A pod whose agent did not report since this
+/// process started is absent.
+pub type Registered = HashMap<String, Vec<u16>>;
 
 /// An announcement as its object's coordinator gets it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -96,10 +101,12 @@ impl Directory {
     /// Makes an object known; `created` is its creation time in ms since 1970.
     pub(super) fn add(&self, weightsync: &str, created: u64, announcements: mpsc::Sender<Arrival>) {
         let mut inner = self.0.inner.lock();
-        let (claims, addresses) = inner.objects.remove(weightsync).map(|object| (object.claims, object.addresses)).unwrap_or_default();
+        let kept = inner.objects.remove(weightsync).map(|object| (object.claims, object.addresses, object.registered));
+        let (claims, addresses, registered) = kept.unwrap_or_default();
         inner.holds.remove(weightsync);
         let (current, returned, newest, hindrance) = (None, None, None, None);
-        let object = Object { created, claims, addresses, current, returned, newest, suspended: false, hindrance, announcements };
+        let object =
+            Object { created, claims, addresses, current, returned, newest, suspended: false, hindrance, registered, announcements };
         inner.objects.insert(weightsync.to_owned(), object);
     }
 
@@ -142,7 +149,33 @@ impl Directory {
     pub fn claim(&self, weightsync: &str, claims: HashMap<String, Assignment>, addresses: Addresses) {
         if let Some(object) = self.0.inner.lock().objects.get_mut(weightsync) {
             (object.claims, object.addresses) = (claims, addresses);
+            object.registered.send_if_modified(|registered| {
+                registered.retain(|pod_uid, _| object.claims.contains_key(pod_uid));
+                false
+            });
         }
+    }
+
+    /// Records the engines that are registered with the agent of a pod. Fails if the object does not let engines of that pod register.
+    pub(super) fn register(&self, weightsync: &str, pod_uid: &str, mut ports: Vec<u16>) -> Result<(), Rejection> {
+        let refused = |message: String| Err(Rejection { message, retryable: true });
+        if ports.len() > MOST_ENGINES {
+            return refused(format!("{} engines are registered; at most {MOST_ENGINES} may be", ports.len()));
+        }
+        ports.sort_unstable();
+        ports.dedup();
+        let inner = self.0.inner.lock();
+        let Some(object) = inner.objects.get(weightsync) else { return refused("the object's coordinator does not run yet".into()) };
+        if !object.claims.get(pod_uid).is_some_and(|assignment| assignment.registered) {
+            return refused(format!("the WeightSync does not let engines of the pod with UID {pod_uid} register (engine.discovery)"));
+        }
+        object.registered.send_if_modified(|registered| registered.insert(pod_uid.to_owned(), ports.clone()).as_ref() != Some(&ports));
+        Ok(())
+    }
+
+    /// The engines that registered with the agents of an object, as they change; `None` for an unknown object.
+    pub fn registered(&self, weightsync: &str) -> Option<watch::Receiver<Registered>> {
+        self.0.inner.lock().objects.get(weightsync).map(|object| object.registered.subscribe())
     }
 
     /// Removes an object. Its agents learn that no object claims them, and stop.

@@ -11,8 +11,8 @@ use axum::routing::post;
 use axum::{Json, Router};
 use tokio::time::{sleep, timeout};
 
-use super::directory::Directory;
-use weightsync_core::protocol::{AnnounceResponse, Announcement, EnrollRequest, EnrollResponse, Rejection};
+use super::directory::{Claimed, Directory};
+use weightsync_core::protocol::{AnnounceResponse, Announcement, EnrollRequest, EnrollResponse, RegisteredEngines, Rejection};
 use weightsync_net::https::{Failed, Valid};
 use weightsync_net::identity::{Ca, Identity, KeyDigest, PeerIdentity};
 
@@ -75,9 +75,13 @@ pub async fn keep_certified(ca: Arc<Ca>, identity: Identity, who: PeerIdentity, 
     }
 }
 
-/// `POST /v1/agents/enroll` and `/v1/agents/announce`; serve it with [`Access::Open`](weightsync_net::https::Access::Open).
+/// `POST /v1/agents/enroll`, `/v1/agents/announce` and `/v1/agents/engines`; serve it with [`Access::Open`](weightsync_net::https::Access::Open).
 pub fn router(enrollment: Arc<Enrollment>) -> Router {
-    Router::new().route("/v1/agents/enroll", post(enroll)).route("/v1/agents/announce", post(announce)).with_state(enrollment)
+    Router::new()
+        .route("/v1/agents/enroll", post(enroll))
+        .route("/v1/agents/announce", post(announce))
+        .route("/v1/agents/engines", post(engines))
+        .with_state(enrollment)
 }
 
 fn forbidden(message: impl Into<String>) -> Rejection {
@@ -155,21 +159,46 @@ async fn announce(
     from: Option<Extension<ConnectInfo<SocketAddr>>>,
     Valid(announcement): Valid<Announcement>,
 ) -> Result<Json<AnnounceResponse>, Failed<Rejection>> {
+    let claimed = claimed(&enrollment, peer, key, &announcement.namespace, &announcement.incarnation.pod_uid)?;
+    let from = from.map(|Extension(ConnectInfo(from))| from.ip());
+    enrollment.directory.announce(&claimed.weightsync, from, announcement)?;
+    Ok(Json(AnnounceResponse { assignment: claimed.assignment }))
+}
+
+async fn engines(
+    State(enrollment): State<Arc<Enrollment>>,
+    peer: Option<Extension<PeerIdentity>>,
+    key: Option<Extension<KeyDigest>>,
+    Valid(registered): Valid<RegisteredEngines>,
+) -> Result<Json<AnnounceResponse>, Failed<Rejection>> {
+    let pod_uid = &registered.incarnation.pod_uid;
+    let claimed = claimed(&enrollment, peer, key, &registered.namespace, pod_uid)?;
+    enrollment.directory.register(&claimed.weightsync, pod_uid, registered.ports.clone())?;
+    Ok(Json(AnnounceResponse { assignment: claimed.assignment }))
+}
+
+/// The claim on the caller's pod. Fails if its certificate is of another pod, was revoked, or is of another object than the one that claims
+/// the pod now.
+fn claimed(
+    enrollment: &Enrollment,
+    peer: Option<Extension<PeerIdentity>>,
+    key: Option<Extension<KeyDigest>>,
+    namespace: &str,
+    named: &str,
+) -> Result<Claimed, Rejection> {
     let Some(Extension(PeerIdentity::Agent { weightsync, pod_uid, .. })) = peer else {
-        return Err(forbidden("an announcement needs an agent's certificate; enrol first").into());
+        return Err(forbidden("an announcement needs an agent's certificate; enrol first"));
     };
-    if pod_uid != announcement.incarnation.pod_uid {
-        return Err(forbidden(format!("the certificate is of pod {pod_uid}, not of {}", announcement.incarnation.pod_uid)).into());
+    if pod_uid != named {
+        return Err(forbidden(format!("the certificate is of pod {pod_uid}, not of {named}")));
     }
     if let Some(Extension(key)) = key {
         refuse_revoked(enrollment.verifier.as_ref(), &key)?;
     }
-    let held = |rejection| enrollment.directory.unclaimed(&announcement.namespace, &pod_uid, rejection);
+    let held = |rejection| enrollment.directory.unclaimed(namespace, &pod_uid, rejection);
     let claimed = enrollment.directory.claim_of(&pod_uid).map_err(held)?;
     if claimed.weightsync != weightsync {
-        return Err(forbidden(format!("the pod belongs to WeightSync {} now, not to {weightsync}; enrol again", claimed.weightsync)).into());
+        return Err(forbidden(format!("the pod belongs to WeightSync {} now, not to {weightsync}; enrol again", claimed.weightsync)));
     }
-    let from = from.map(|Extension(ConnectInfo(from))| from.ip());
-    enrollment.directory.announce(&weightsync, from, announcement)?;
-    Ok(Json(AnnounceResponse { assignment: claimed.assignment }))
+    Ok(claimed)
 }

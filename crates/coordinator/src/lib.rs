@@ -21,7 +21,7 @@ pub(crate) mod tests;
 mod tokens;
 
 pub use addresses::Addresses;
-pub use directory::{Directory, Held};
+pub use directory::{Directory, Held, Registered};
 pub use enrollment::{Enrollment, Presented, ProvenPod, TokenVerifier, keep_certified, router};
 pub use ports::{CoordinatorEvent, EpochStore, EventSink, PersistError};
 pub use run::{Context, Coordinator, CoordinatorHandle, Ended, Timing, Wanted};

@@ -144,7 +144,7 @@ fn orders_sizes_engines_and_selectors_are_carried_over() {
     assert_eq!(spec.selector.labels["app"], "x");
     assert_eq!(spec.selector.requirements[0].operator, Operator::In(["a".to_owned(), "b".to_owned()].into()));
     assert_eq!(spec.selector.requirements[1].operator, Operator::DoesNotExist);
-    let engines = WeightSyncSpec::engines(&object.spec.rollouts[0]);
+    let engines = WeightSyncSpec::engines(&object.spec.rollouts[0], &[]);
     let engine = |port| EngineAssignment { kind: "sglang".to_owned(), port };
     assert_eq!(engines, [engine(30_001), engine(30_002)]);
     let labelled = pool(json!({"order": {"label": "rank"}}));
@@ -170,7 +170,7 @@ fn each_engine_kind_has_a_name_and_a_default_port() {
     for ((kind, name, port), known) in engines.into_iter().zip(weightsync_engine::ENGINES) {
         let object = pool(json!({"engine": {"kind": kind}}));
         assert_eq!(object.spec.rollouts[0].engine.kind, EngineKind::from(*known));
-        assert_eq!(WeightSyncSpec::engines(&object.spec.rollouts[0]), [EngineAssignment { kind: name.to_owned(), port }]);
+        assert_eq!(WeightSyncSpec::engines(&object.spec.rollouts[0], &[]), [EngineAssignment { kind: name.to_owned(), port }]);
         assert_eq!(object.spec.plan_pools()[0].ports, [port]);
     }
 }

@@ -135,7 +135,7 @@ fn convert(object: &WeightSync) {
     let spec: &WeightSyncSpec = &object.spec;
     let _ = (object.plan_ref(), spec.plan_pools(), spec.trainer.to_plan(), spec.target());
     for pool in &spec.rollouts {
-        let _ = WeightSyncSpec::engines(pool);
+        let _ = WeightSyncSpec::engines(pool, &[]);
     }
     for total in [0, 1, 1_000, u32::MAX] {
         let policy = spec.update_policy(total);

@@ -32,9 +32,11 @@ fn trainer() -> impl Strategy<Value = Trainer> {
 fn engine() -> impl Strategy<Value = Engine> {
     let kind = prop::sample::select(weightsync_engine::ENGINES.iter().map(|engine| EngineKind::from(*engine)).collect::<Vec<_>>());
     let key = of((TEXT, TEXT).prop_map(|(name, key)| SecretKey { name, key }));
-    (kind, prop::collection::vec(1..65_536, 0..3), key).prop_map(|(kind, ports, api_key_secret_ref)| Engine {
+    let discovery = prop::sample::select(vec![Discovery::Ports, Discovery::Registered]);
+    (kind, prop::collection::vec(1..65_536, 0..3), discovery, key).prop_map(|(kind, ports, discovery, api_key_secret_ref)| Engine {
         kind,
         ports,
+        discovery,
         api_key_secret_ref,
     })
 }

@@ -152,6 +152,16 @@ fn cases() -> Vec<Case> {
             &[("/spec/rollouts/0/replica/pods", json!(2)), (engine, json!({"kind": "SGLang", "ports": [1, 2]}))],
         ),
         case(
+            "engines that register take ports of their own, and a replica is one of them: remove engine.ports and replica.pods",
+            &[(engine, json!({"kind": "VLLM", "discovery": "Registered"}))],
+            &[(engine, json!({"kind": "VLLM", "discovery": "Registered", "ports": [8001]}))],
+        ),
+        case(
+            "engines that register take ports of their own, and a replica is one of them: remove engine.ports and replica.pods",
+            &[(engine, json!({"kind": "VLLM", "discovery": "Ports"})), ("/spec/rollouts/0/replica/pods", json!(2))],
+            &[(engine, json!({"kind": "VLLM", "discovery": "Registered"})), ("/spec/rollouts/0/replica/pods", json!(2))],
+        ),
+        case(
             "transport.ncclEnv takes settings of NCCL from a fixed list only, none that loads code or writes files: see the reference",
             &[("/spec/transport", json!({"ncclEnv": {"NCCL_DEBUG": "INFO", "NCCL_IB_HCA": "mlx5"}}))],
             &[("/spec/transport", json!({"type": "NCCL", "ncclEnv": {"NCCL_NET_PLUGIN": "/tmp/evil.so"}}))],

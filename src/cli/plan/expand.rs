@@ -17,6 +17,7 @@ pub(super) fn pods(kind: &str, document: Value) -> anyhow::Result<Vec<Pod>> {
         "Deployment" | "ReplicaSet" => (0..number(&document, "/spec/replicas", 1)?).map(|index| brief(&document, kind, index)).collect(),
         "Job" => job(&document)?,
         "LeaderWorkerSet" => leader_worker_set(&document)?,
+        "RayCluster" => ray_cluster(&document)?,
         _ => Vec::new(),
     };
     made.into_iter().map(|pod| serde_json::from_value(pod).context("its pod template cannot be parsed")).collect()
@@ -122,4 +123,35 @@ fn leader_worker_set(document: &Value) -> anyhow::Result<Vec<Value>> {
         }
     }
     Ok(made)
+}
+
+/// The head and the workers of a `RayCluster`, with KubeRay's labels and names of its kind (`constant.go` of KubeRay 000cda4d, read).
+fn ray_cluster(document: &Value) -> anyhow::Result<Vec<Value>> {
+    let cluster = name(document);
+    let made = |group: &Value, group_name: &str, node_type: &str, index: u64| {
+        let labels = [
+            ("ray.io/cluster", cluster.to_owned()),
+            ("ray.io/group", group_name.to_owned()),
+            ("ray.io/node-type", node_type.to_owned()),
+            ("ray.io/is-ray-node", "yes".to_owned()),
+        ];
+        let pod_name = format!("{cluster}-{group_name}-{node_type}-{index}");
+        let mut pod = pod(document, &template_of(group), &pod_name, "RayCluster", &labels);
+        if let Some(metadata) = pod.get_mut("metadata") {
+            set(metadata, "generateName", json!(format!("{cluster}-{group_name}-{node_type}-")));
+        }
+        pod
+    };
+    let head = document.pointer("/spec/headGroupSpec").map(|group| made(group, "headgroup", "head", 0));
+    let mut pods: Vec<Value> = head.into_iter().collect();
+    let groups = document.pointer("/spec/workerGroupSpecs").and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default();
+    for group in groups {
+        let group_name = group.get("groupName").and_then(Value::as_str).unwrap_or("unnamed");
+        pods.extend((0..number(group, "/replicas", 0)?).map(|index| made(group, group_name, "worker", index)));
+    }
+    Ok(pods)
+}
+
+fn template_of(group: &Value) -> Value {
+    group.get("template").cloned().unwrap_or_default()
 }

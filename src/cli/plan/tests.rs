@@ -45,7 +45,11 @@ fn every_example_can_be_planned_in_full() {
     assert!(files.len() >= 6);
     for path in files {
         let report = example(path.file_name().unwrap().to_str().unwrap(), &[]);
-        assert!(report.is_fine() && report.plan.left_out.is_empty(), "{}: {report:?}", path.display());
+        assert!(report.is_fine(), "{}: {report:?}", path.display());
+        if path.ends_with("ray.yaml") {
+            continue;
+        }
+        assert!(report.plan.left_out.is_empty(), "{}: {report:?}", path.display());
         assert!(report.plan.rollouts().count() >= 1);
     }
 }
@@ -61,6 +65,16 @@ fn the_examples_have_the_ranks_that_they_promise() {
     assert_eq!(explicit.plan.followers[0].name, "trainer-0");
     assert_eq!(ranks(&explicit)[1..], [("actors/actor-2", 1, 1), ("actors/actor-0", 2, 1), ("actors/actor-1", 3, 1)]);
     assert_eq!(ranks(&example("several-ports.yaml", &[])).len(), 9);
+}
+
+/// Engines that register are known to the agents of a cluster only.
+#[test]
+fn pods_of_a_ray_cluster_wait_for_engines_that_register() {
+    let ray = example("ray.yaml", &[]);
+    assert_eq!(ranks(&ray), [("trainer/rl-trainer-worker-0", 0, 1)]);
+    let out: Vec<_> = ray.plan.left_out.iter().map(|left| (left.who.0.as_str(), left.code)).collect();
+    assert_eq!(out, [("actors/rl-rollouts-worker-0", LeftOutCode::NotReady), ("actors/rl-rollouts-worker-1", LeftOutCode::NotReady)]);
+    assert!(ray.plan.left_out[0].message.contains("no engine has registered"), "{}", ray.plan.left_out[0].message);
 }
 
 #[test]

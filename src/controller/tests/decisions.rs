@@ -1,9 +1,11 @@
 //! What objects want, and which pods may serve.
 
+use std::collections::HashMap;
+
 use serde_json::json;
 
 use super::fixtures::{changed, idle, object, plain, pod};
-use crate::controller::decide::{decide, target_container};
+use crate::controller::decide::{Decided, decide, target_container};
 use crate::controller::readiness::{GATE, Verdict, present, verdicts};
 use crate::controller::wedged::{Wedged, wedged};
 use weightsync_core::membership::{GroupStage, MemberStanding, MemberView, MembershipView};
@@ -13,7 +15,7 @@ use weightsync_core::protocol::{HeldVersion, MemberName, PodRef, Reason, Returne
 fn pods_become_members_and_agents_learn_their_engines() {
     let object = object("ws", 0);
     let pods = [plain("trainer-0"), plain("actor-0"), plain("actor-1")];
-    let decided = decide(&object, &[&object], &pods.iter().collect::<Vec<_>>());
+    let decided = decide(&object, &[&object], &pods.iter().collect::<Vec<_>>(), &HashMap::new());
     let names: Vec<&str> = decided.members.0.iter().map(|candidate| candidate.name.0.as_str()).collect();
     assert_eq!(names, ["trainer/trainer-0", "actors/actor-0", "actors/actor-1"]);
     assert_eq!(decided.refused, None);
@@ -34,7 +36,7 @@ fn unready_pod_takes_part_while_its_engine_container_runs() {
     let crashed = pod("actor-1", |pod| {
         pod["status"]["containerStatuses"][0]["state"] = json!({"waiting": {"reason": "CrashLoopBackOff"}});
     });
-    let decided = decide(&object, &[], &[&plain("trainer-0"), &unready, &crashed]);
+    let decided = decide(&object, &[], &[&plain("trainer-0"), &unready, &crashed], &HashMap::new());
     assert_eq!(decided.members.0.len(), 2);
     assert!(decided.members.1[0].message.contains("CrashLoopBackOff"), "{:?}", decided.members.1);
     assert!(decided.claims.contains_key("uid-actor-1"), "its agent belongs to the object all the same");
@@ -44,7 +46,7 @@ fn unready_pod_takes_part_while_its_engine_container_runs() {
 fn terminating_pod_keeps_its_claim_to_leave_in_order() {
     let terminating = pod("actor-0", |pod| pod["metadata"]["deletionTimestamp"] = json!("2026-01-01T00:00:00Z"));
     let ended = pod("actor-1", |pod| pod["status"]["phase"] = json!("Failed"));
-    let decided = decide(&object("ws", 0), &[], &[&terminating, &ended]);
+    let decided = decide(&object("ws", 0), &[], &[&terminating, &ended], &HashMap::new());
     assert!(decided.claims.contains_key("uid-actor-0"));
     assert!(!decided.claims.contains_key("uid-actor-1"));
     assert!(decided.no_source.is_some(), "and no one could publish");
@@ -55,8 +57,8 @@ fn younger_of_two_objects_on_one_pod_claims_nothing() {
     let (older, younger) = (object("older", 0), object("younger", 1));
     let pods = [plain("trainer-0"), plain("actor-0")];
     let pods: Vec<_> = pods.iter().collect();
-    assert_eq!(decide(&older, &[&older, &younger], &pods).refused, None);
-    let refused = decide(&younger, &[&older, &younger], &pods);
+    assert_eq!(decide(&older, &[&older, &younger], &pods, &HashMap::new()).refused, None);
+    let refused = decide(&younger, &[&older, &younger], &pods, &HashMap::new());
     let (reason, message) = refused.refused.clone().unwrap();
     assert_eq!(reason, Reason::PodClaimed);
     assert!(message.contains("default/older"), "{message}");
@@ -66,7 +68,7 @@ fn younger_of_two_objects_on_one_pod_claims_nothing() {
 #[test]
 fn a_spec_that_makes_no_sense_is_refused_with_its_field() {
     let wrong = changed("ws", 0, |object| object["spec"]["rollouts"][0]["engine"]["ports"] = json!([0]));
-    let (reason, message) = decide(&wrong, &[], &[]).refused.unwrap();
+    let (reason, message) = decide(&wrong, &[], &[], &HashMap::new()).refused.unwrap();
     assert_eq!(reason, Reason::InvalidSpec);
     assert!(message.contains("rollouts"), "{message}");
 }
@@ -80,7 +82,7 @@ fn worker_pods_of_a_replica_have_no_engine() {
             pod["metadata"]["labels"]["leaderworkerset.sigs.k8s.io/worker-index"] = json!(worker);
         })
     };
-    let decided = decide(&grouped, &[], &[&plain("trainer-0"), &member("actor-0", "0"), &member("actor-0-1", "1")]);
+    let decided = decide(&grouped, &[], &[&plain("trainer-0"), &member("actor-0", "0"), &member("actor-0-1", "1")], &HashMap::new());
     assert_eq!(decided.members.0.len(), 2, "{:?}", decided.members);
     assert_eq!(decided.claims["uid-actor-0"].engines.len(), 1);
     assert_eq!(decided.claims["uid-actor-0-1"].engines.len(), 0);
@@ -93,6 +95,32 @@ fn agents_run_next_to_engine_and_trainers_first_container() {
     assert_eq!(target_container(&object, &plain("trainer-0")).as_deref(), Some("train"));
     let stranger = pod("actor-0", |pod| pod["metadata"]["labels"]["app"] = json!("other"));
     assert_eq!(target_container(&object, &stranger), None);
+}
+
+#[test]
+fn registered_engines_of_a_pod_are_members_of_their_own() {
+    let registers = |status: &serde_json::Value| {
+        changed("ws", 0, |object| {
+            object["spec"]["rollouts"][0]["engine"] = json!({"kind": "VLLM", "discovery": "Registered"});
+            object["status"] = status.clone();
+        })
+    };
+    let pods = [plain("trainer-0"), plain("actor-0"), plain("actor-1")];
+    let pods: Vec<_> = pods.iter().collect();
+    let registered = HashMap::from([("uid-actor-0".to_owned(), vec![8001, 8002]), ("uid-actor-1".to_owned(), Vec::new())]);
+    let names = |decided: &Decided| decided.members.0.iter().skip(1).map(|candidate| candidate.name.0.clone()).collect::<Vec<_>>();
+
+    let decided = decide(&registers(&json!({})), &[], &pods, &registered);
+    assert_eq!(names(&decided), ["actors/actor-0:8001", "actors/actor-0:8002"]);
+    assert!(decided.members.1[0].message.contains("pod actor-1: no engine has registered"), "{:?}", decided.members.1);
+    let ports: Vec<u16> = decided.claims["uid-actor-0"].engines.iter().map(|engine| engine.port).collect();
+    assert_eq!((ports, decided.claims["uid-actor-1"].registered), (vec![8001, 8002], true));
+
+    // A controller that just started: what it wrote before is all that it knows, until agents report.
+    let member = |name: &str| json!({"name": name, "size": 1, "state": "Ready", "reason": "Serving"});
+    let before = registers(&json!({"members": [member("actors/actor-1:8003"), member("actors/actor-10:8004")]}));
+    let decided = decide(&before, &[], &pods, &HashMap::new());
+    assert_eq!(names(&decided), ["actors/actor-1:8003"]);
 }
 
 fn held(version: u64) -> HeldVersion {
@@ -258,7 +286,7 @@ fn pod_with_wedged_engine_is_deleted_only_where_asked() {
 fn request_to_measure_is_a_rule_of_the_group() {
     let asks = |annotations: serde_json::Value| {
         let object = changed("ws", 0, |object| object["metadata"]["annotations"] = annotations.clone());
-        decide(&object, &[], &[]).config.policy.transport.preflight_asked
+        decide(&object, &[], &[], &HashMap::new()).config.policy.transport.preflight_asked
     };
     assert_eq!(asks(json!({})), "");
     assert_eq!(asks(json!({"weightsync.dev/preflight": "now"})), "now");

@@ -1,5 +1,6 @@
 //! One controller and many objects: who is looked at when a pod changes, and how often an update is reported.
 
+use std::collections::HashMap;
 use std::time::Instant;
 
 use k8s_openapi::api::core::v1::Pod;
@@ -57,8 +58,8 @@ fn pods_of_others_change_nothing_in_what_is_decided() {
         ([plain("trainer-0"), plain("actor-0")], [labelled("trainer-1", "other-trainer"), labelled("actor-1", "other-actor")]);
     let alone: Vec<&Pod> = own.iter().collect();
     let together: Vec<&Pod> = own.iter().chain(&foreign).collect();
-    assert_eq!(decide(&one, &[&one, &two], &together), decide(&one, &[&one], &alone));
-    assert_eq!(decide(&two, &[&one, &two], &together).members.0.len(), 2);
+    assert_eq!(decide(&one, &[&one, &two], &together, &HashMap::new()), decide(&one, &[&one], &alone, &HashMap::new()));
+    assert_eq!(decide(&two, &[&one, &two], &together, &HashMap::new()).members.0.len(), 2);
 }
 
 fn update(phase: UpdatePhase) -> UpdateView {

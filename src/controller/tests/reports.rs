@@ -1,5 +1,7 @@
 //! What status says.
 
+use std::collections::HashMap;
+
 use k8s_openapi::jiff::Timestamp;
 use serde_json::json;
 
@@ -19,7 +21,7 @@ fn at(seconds: i64) -> Timestamp {
 }
 
 fn decided(object: &WeightSync) -> Decided {
-    decide(object, &[], &[&plain("trainer-0"), &plain("actor-0"), &plain("actor-1")])
+    decide(object, &[], &[&plain("trainer-0"), &plain("actor-0"), &plain("actor-1")], &HashMap::new())
 }
 
 fn member(name: &str, standing: MemberStanding) -> MemberView {

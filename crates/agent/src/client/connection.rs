@@ -17,6 +17,7 @@ use super::publish::{From, Publish, Running};
 use super::ring::RingOfConnection;
 use super::wire::{Outbox, Outgoing};
 use super::{Refused, Shared};
+use crate::registry::Registration;
 use weightsync_core::protocol::{CLIENT_PROTOCOL, ClientReply, ClientRequest, PublishError, PublishErrorCode};
 
 /// A client says hello within this long.
@@ -44,7 +45,8 @@ pub(super) async fn serve(stream: UnixStream, shared: Arc<Shared>, shutdown: Can
     let mut writer = tokio::spawn(lines.write_to(write));
     let lines = FramedRead::new(read, LinesCodec::new_with_max_length(LONGEST_HELLO));
     let external = ExternalSide::new(Arc::clone(&shared.external), outbox.clone());
-    let mut connection = Connection { shared, outbox, running: None, external, ring: RingOfConnection::default(), watching: false };
+    let mut connection =
+        Connection { shared, outbox, running: None, external, ring: RingOfConnection::default(), watching: false, engines: Vec::new() };
     let ended = tokio::select! {
         ended = connection.talk(credentials, lines) => ended,
         written = &mut writer => Err(Refused::Io(match written {
@@ -54,7 +56,7 @@ pub(super) async fn serve(stream: UnixStream, shared: Arc<Shared>, shutdown: Can
         () = shutdown.cancelled() => Ok(()),
     };
     if let Err(refused) = &ended {
-        tracing::warn!(%refused, "the connection of a trainer's client ends");
+        tracing::warn!(%refused, "a client's connection ends");
         connection.outbox.say(ClientReply::Error { error: refused.publish_error() });
     }
     connection.leave(&ended.map_or_else(|refused| refused.to_string(), |()| "it closed the connection".into()));
@@ -74,6 +76,8 @@ struct Connection {
     external: ExternalSide,
     ring: RingOfConnection,
     watching: bool,
+    /// The engines that it registered; at most as many as one pod may have.
+    engines: Vec<Registration>,
 }
 
 impl Connection {
@@ -127,7 +131,19 @@ impl Connection {
     }
 
     fn hear(&mut self, request: ClientRequest) -> Result<(), Refused> {
+        match (&request, &self.shared.engines) {
+            (ClientRequest::Register { .. }, None) => return Err(Refused::NoEngines),
+            (ClientRequest::Register { .. } | ClientRequest::Hello { .. } | ClientRequest::Roster { .. }, _) | (_, None) => {}
+            (_, Some(_)) => return Err(Refused::NoTrainer),
+        }
         match request {
+            ClientRequest::Register { port, address } => {
+                let Some(registry) = &self.shared.engines else { return Err(Refused::NoEngines) };
+                let registration = registry.register(port, address)?;
+                self.engines.retain(|earlier| earlier.port() != port);
+                self.engines.push(registration);
+                self.outbox.say(ClientReply::Registered { port });
+            }
             ClientRequest::Hello { .. } => return Err(Refused::Nonsense("hello came twice".into())),
             ClientRequest::Publish { version, tensors, queue, activation, repeatable, timeout_ms, gpu } => {
                 self.start(Publish { version, queue, activation, timeout_ms }, From::Tensors { tensors, repeatable, gpu })?;
@@ -248,8 +264,8 @@ fn request(line: Result<String, LinesCodecError>) -> Result<ClientRequest, Refus
 impl Refused {
     fn publish_error(&self) -> PublishError {
         let code = match self {
-            Self::Uid { .. } | Self::Protocol { .. } | Self::TooMany => PublishErrorCode::NotAllowed,
-            Self::Nonsense(_) | Self::NoHello => PublishErrorCode::Invalid,
+            Self::Uid { .. } | Self::Protocol { .. } | Self::TooMany | Self::NoTrainer | Self::NoEngines => PublishErrorCode::NotAllowed,
+            Self::Nonsense(_) | Self::NoHello | Self::Register(_) => PublishErrorCode::Invalid,
             Self::Io(_) => PublishErrorCode::Internal,
         };
         PublishError { code, message: self.to_string(), retryable: matches!(self, Self::TooMany | Self::Io(_)), phase: None, member: None }

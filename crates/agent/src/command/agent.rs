@@ -222,10 +222,14 @@ impl AgentArgs {
         };
         let unproven_routes = unproven_routes();
         let (host, served_model, versions) = (self.engine_host.clone(), self.model_dir.clone(), self.version_dir.clone());
-        Ok(Arc::new(move |engine: &EngineAssignment| {
+        Ok(Arc::new(move |engine: &EngineAssignment, address: Option<IpAddr>| {
+            let url = match address {
+                Some(address) => format!("http://{}", SocketAddr::new(address, engine.port)),
+                None => format!("http://{host}:{}", engine.port),
+            };
             weightsync_engine::connect(EngineConfig {
                 kind: engine.kind.clone(),
-                url: format!("http://{host}:{}", engine.port),
+                url,
                 api_key: api_key.clone(),
                 served_model: served_model.clone(),
                 record: Some(versions.join(format!("engine-{}.json", engine.port))),

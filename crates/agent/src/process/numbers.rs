@@ -185,6 +185,16 @@ impl Numbers {
         }
     }
 
+    /// Removes the series of an engine that is gone.
+    pub(super) fn forget(&self, rollout: &Rollout) {
+        let labels = OfEngine { port: rollout.port() };
+        for gauges in [&self.epoch, &self.version, &self.healthy, &self.paused, &self.dirty, &self.mixed_begin, &self.mixed_end, &self.rate]
+        {
+            gauges.remove(&labels);
+        }
+        self.changes.remove(&labels);
+    }
+
     fn stands(&self, labels: &OfEngine, state: &MemberState) {
         let number = |number: Option<u64>| i64::try_from(number.unwrap_or(0)).unwrap_or(i64::MAX);
         self.epoch.get_or_create(labels).set(number(state.epoch.as_ref().map(|id| id.epoch)));

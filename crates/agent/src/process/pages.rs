@@ -49,6 +49,8 @@ pub(super) struct Shown {
     /// When the pod serves although no operator claimed it.
     serves_unclaimed: Option<Instant>,
     failed: Option<String>,
+    /// Whether the engines of the pod register.
+    registered: bool,
     was_ready: Option<bool>,
 }
 
@@ -79,6 +81,17 @@ impl Pages {
         let mut shown = lock(&self.shown);
         shown.failed = None;
         shown.rollouts.push(rollout);
+    }
+
+    /// An engine is gone, and its endpoint with it.
+    pub(super) fn remove(&self, rollout: &Arc<Rollout>) {
+        lock(&self.shown).rollouts.retain(|shown| !Arc::ptr_eq(shown, rollout));
+        self.numbers.forget(rollout);
+    }
+
+    /// The engines of the pod register: none may be there yet.
+    pub(super) fn engines_register(&self) {
+        lock(&self.shown).registered = true;
     }
 
     pub(super) fn forget_endpoints(&self) {
@@ -122,6 +135,9 @@ impl Shown {
     fn ready(&self) -> Result<(), String> {
         if let Some(reason) = &self.failed {
             return Err(reason.clone());
+        }
+        if self.rollouts.is_empty() && self.registered {
+            return Err("no engine has registered yet (weightsync.register_engine)".into());
         }
         if self.rollouts.is_empty() {
             return match self.serves_unclaimed {

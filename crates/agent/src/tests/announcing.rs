@@ -74,6 +74,7 @@ async fn agent_asks_for_a_changed_assignment_at_once() {
     let nothing = Assignment {
         role: Role::Rollout,
         engines: Vec::new(),
+        registered: false,
         serve_before_first_version: true,
         current: None,
         returned: None,

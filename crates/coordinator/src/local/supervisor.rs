@@ -249,6 +249,7 @@ impl Supervisor {
                 Assignment {
                     role,
                     engines,
+                    registered: false,
                     serve_before_first_version: true,
                     current,
                     returned: None,

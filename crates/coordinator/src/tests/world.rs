@@ -107,6 +107,7 @@ pub(super) fn assignment(role: Role) -> Assignment {
     Assignment {
         role,
         engines,
+        registered: false,
         serve_before_first_version: true,
         current: None,
         returned: None,

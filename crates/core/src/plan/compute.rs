@@ -116,7 +116,14 @@ fn check_spec(input: &PlanInput) -> Result<(), String> {
             return Err(format!("{field}: selector is empty, which would mean every pod: name at least one label"));
         }
         let ports: BTreeSet<_> = pool.ports.iter().collect();
-        if ports.is_empty() || ports.contains(&0) {
+        if pool.registered {
+            if !ports.is_empty() {
+                return Err(format!("{field}: its engines register, so it lists no port"));
+            }
+            if pool.group.is_some() {
+                return Err(format!("{field}: a replica of several pods has a port of its own: its engine cannot register"));
+            }
+        } else if ports.is_empty() || ports.contains(&0) {
             return Err(format!("{field}: an engine needs a port from 1 to 65535"));
         }
         if ports.len() != pool.ports.len() {

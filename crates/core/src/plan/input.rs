@@ -73,8 +73,10 @@ pub struct PoolSpec {
     pub name: String,
     /// Selects its pods.
     pub selector: Selector,
-    /// Ports of engines in one pod; each is a replica of its own.
+    /// Ports of engines in one pod; each is a replica of its own. Empty if the engines register.
     pub ports: Vec<u16>,
+    /// Whether the engines of a pod are those that registered with its agent ([`PodFacts::registered`]).
+    pub registered: bool,
     /// Worker ranks of one replica.
     pub ranks: u32,
     /// Set when a replica is more than one pod.
@@ -140,6 +142,8 @@ pub struct PodFacts {
     /// Why the caller leaves it out now, as text; `None` if it is fit. The caller knows whether lost readiness is the pod's own fault or
     /// comes from a running update.
     pub unready: Option<String>,
+    /// Ports of the engines that registered with its agent, in ascending order.
+    pub registered: Vec<u16>,
     /// Why a pending pod makes no progress, as the kubelet or the scheduler reports, with the next step; `None` if neither says so.
     pub stuck: Option<String>,
 }

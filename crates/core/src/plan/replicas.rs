@@ -65,9 +65,16 @@ pub(super) fn units<'a>(pool: &PoolSpec, pods: &[&'a PodFacts], left_out: &mut V
 fn single_pods<'a>(pool: &PoolSpec, pods: &[&'a PodFacts], left_out: &mut Vec<LeftOut>) -> Vec<Unit<'a>> {
     let mut units = Vec::new();
     for pod in pods {
-        for port in &pool.ports {
-            let name = match pool.ports.as_slice() {
-                [_] => format!("{}/{}", pool.name, pod.name),
+        let ports = if pool.registered { &pod.registered } else { &pool.ports };
+        if ports.is_empty() {
+            let none = || (LeftOutCode::NotReady, format!("pod {}: no engine has registered with its agent (docs/engines.md)", pod.name));
+            let (code, message) = unfit(pod).unwrap_or_else(none);
+            left_out.push(pod_left_out(pool, pod, code, message));
+        }
+        for port in ports {
+            // A registered engine may get company: its name must not change then.
+            let name = match ports.as_slice() {
+                [_] if !pool.registered => format!("{}/{}", pool.name, pod.name),
                 _ => format!("{}/{}:{port}", pool.name, pod.name),
             };
             let unit = Unit { name: MemberName(name), head: pod, pods: vec![pod.to_ref()], port: *port };

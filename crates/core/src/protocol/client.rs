@@ -10,6 +10,8 @@
 //! While a publish runs, the agent sends a line at least once a second (`alive` if nothing else): a client that receives nothing for ten
 //! seconds treats its agent as lost. A second publish on a connection whose publish runs is refused: use a second connection.
 
+use std::net::IpAddr;
+
 use serde::{Deserialize, Serialize};
 
 use super::{GpuOffer, GpuRing, MemberName, MixedWindow, ReplicaReport, RosterView, Topology, UpdatePhase, Version};
@@ -91,6 +93,14 @@ pub enum ClientRequest {
     Cancel {
         reason: String,
     },
+    /// Registers an engine of this pod, for as long as the connection lasts. For agents of rollouts only.
+    Register {
+        /// Port of its server.
+        port: u16,
+        /// Address of its server: loopback, or the pod's own. Default: the agent's `--engine-host`.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        address: Option<IpAddr>,
+    },
     /// Requests the roster; with `watch`, every change too.
     Roster {
         watch: bool,
@@ -158,6 +168,11 @@ pub enum ClientReply {
     /// The publish is queued (a checkpoint: is being opened). The ring may be announced before this reply.
     Accepted {
         version: Version,
+    },
+    /// The engine is registered until the connection ends.
+    Registered {
+        /// Its port.
+        port: u16,
     },
     /// No change; proves that the agent runs.
     Alive,

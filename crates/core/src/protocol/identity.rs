@@ -49,6 +49,9 @@ pub struct Assignment {
     /// own [`Incarnation::instance`]) for each of them.
     #[serde(default)]
     pub engines: Vec<EngineAssignment>,
+    /// Whether `engines` are those that registered with the agent; the agent reports them ([`RegisteredEngines`]).
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub registered: bool,
     /// Whether the pod is ready before its engine got a first version (`readiness.beforeFirstVersion`).
     pub serve_before_first_version: bool,
     /// The version that every rollout should hold; `None` before the first. Without it, a pod that starts late would count as one that may
@@ -92,6 +95,22 @@ pub struct EngineAssignment {
     pub kind: String,
     /// Port on the pod's loopback.
     pub port: u16,
+}
+
+/// Most engines that register with one agent.
+pub const MOST_ENGINES: usize = 16;
+
+/// `POST /v1/agents/engines` at the controller, mutual TLS: the engines that are registered with an agent now. The agent sends it when they
+/// change, and every 10 s. The response is an [`AnnounceResponse`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct RegisteredEngines {
+    /// Namespace of the pod.
+    pub namespace: String,
+    /// Incarnation of the agent's process.
+    pub incarnation: Incarnation,
+    /// Their ports, in ascending order; at most [`MOST_ENGINES`].
+    pub ports: Vec<u16>,
 }
 
 /// Response to [`Announcement`]: the current assignment. A [`Rejection`] that is not retryable means that no object claims the pod any

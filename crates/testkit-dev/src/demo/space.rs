@@ -56,9 +56,10 @@ pub fn lack(need: Need, free: Free) -> Option<String> {
             shared.next_multiple_of(64),
             smaller()
         )),
-        Free { memory: Some(has), .. } if has < memory => {
-            Some(format!("{has} MiB of memory are free on this host or under this process's limit, and the demo needs {memory} MiB. End other programs{}", smaller()))
-        }
+        Free { memory: Some(has), .. } if has < memory => Some(format!(
+            "{has} MiB of memory are free on this host or under this process's limit, and the demo needs {memory} MiB. End other programs{}",
+            smaller()
+        )),
         _ => None,
     }
 }

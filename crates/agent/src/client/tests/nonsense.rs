@@ -112,7 +112,7 @@ fn users_other_than_the_agents_and_root_are_refused() {
     let (_, roster) = watch::channel(RosterView { epoch: None, version: None, replicas: Vec::new() });
     let (agent, gpu, gpu_rings, queue) = ("a".into(), super::super::no_source_gpu(), Arc::default(), Arc::default());
     let (uids, external) = (Some(vec![0, 1000]), Arc::default());
-    let shared = Shared { agent, slots: 2, bucket_bytes: 0, gpu, gpu_rings, uids, queue, roster, external };
+    let shared = Shared { agent, slots: 2, bucket_bytes: 0, gpu, gpu_rings, uids, queue, roster, external, engines: None };
     assert!(shared.admit(0).is_ok() && shared.admit(1000).is_ok());
     let refusal = shared.admit(1001).unwrap_err().to_string();
     assert!(refusal.contains("0, 1000") && refusal.contains("1001"), "{refusal}");

@@ -22,6 +22,15 @@ fn each_port_of_a_pod_is_a_replica_of_its_own() {
 }
 
 #[test]
+fn each_registered_engine_of_a_pod_is_a_replica() {
+    let registers = PoolSpec { ports: vec![], registered: true, ..pool() };
+    let with = |index, registered: &[u16]| PodFacts { registered: registered.to_vec(), ..actor(index) };
+    let plan = plan(&world(registers, [with(1, &[9000]), with(0, &[8001, 8002]), with(2, &[])]));
+    assert_eq!(names(&plan), ["trainer/trainer-0", "actors/actor-0:8001", "actors/actor-0:8002", "actors/actor-1:9000"]);
+    assert_eq!((why(&plan, "actors/actor-2").code, plan.left_out.len()), (LeftOutCode::NotReady, 1));
+}
+
+#[test]
 fn a_group_of_pods_is_one_replica_with_its_head_first() {
     let plan = plan(&world(grouped(2), [group_pod(1, 1), group_pod(0, 1), group_pod(0, 0), group_pod(1, 0)]));
     assert_eq!(names(&plan), ["trainer/trainer-0", "actors/g0", "actors/g1"]);
@@ -212,9 +221,11 @@ fn selectors_mean_what_they_mean_in_kubernetes() {
 
 #[test]
 fn contradictory_spec_is_refused_before_pods_are_read() {
-    let cases: [(PoolSpec, &str); 6] = [
+    let cases: [(PoolSpec, &str); 8] = [
         (PoolSpec { ports: vec![], ..pool() }, "needs a port"),
         (PoolSpec { ports: vec![0], ..pool() }, "needs a port"),
+        (PoolSpec { registered: true, ..pool() }, "lists no port"),
+        (PoolSpec { ports: vec![], registered: true, ..grouped(2) }, "cannot register"),
         (PoolSpec { ports: vec![1, 1], ..pool() }, "listed twice"),
         (PoolSpec { ports: vec![1, 2], ..grouped(2) }, "has one port"),
         (PoolSpec { name: "trainer".to_owned(), ..pool() }, "the trainer's"),

@@ -28,6 +28,7 @@ pub(super) fn pod(app: &str, index: u32, role: &str) -> PodFacts {
         terminating: false,
         index: Some(index),
         stable_name: true,
+        registered: Vec::new(),
         stuck: None,
         unready: None,
     }
@@ -55,7 +56,15 @@ pub(super) fn grouped(pods: u32) -> PoolSpec {
 }
 
 pub(super) fn pool() -> PoolSpec {
-    PoolSpec { name: "actors".to_owned(), selector: selector("app", "actor"), ports: vec![8000], ranks: 1, group: None, order: Order::Auto }
+    PoolSpec {
+        name: "actors".to_owned(),
+        selector: selector("app", "actor"),
+        ports: vec![8000],
+        registered: false,
+        ranks: 1,
+        group: None,
+        order: Order::Auto,
+    }
 }
 
 /// One trainer pod and these rollouts in one pool.

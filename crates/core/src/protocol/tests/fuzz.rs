@@ -72,7 +72,7 @@ pub(super) fn messages() -> Vec<Message> {
     entry["encoding"] = json!("plain");
     let layout = json!({"artifact": "model", "entries": [entry], "totalBytes": 24, "bucketBytes": 64});
     let (assignment, failed) = (
-        json!({"role": "rollout", "engines": [{"kind": "vllm", "port": 8000}], "serveBeforeFirstVersion": true, "current": held, "returned": returned, "newest": 9, "transport": {"wish": "auto", "slotBytes": 1, "slots": 2, "environment": {"NCCL_DEBUG": "INFO"}, "defaults": {"NCCL_CUMEM_ENABLE": "0"}}}),
+        json!({"role": "rollout", "engines": [{"kind": "vllm", "port": 8000}], "registered": true, "serveBeforeFirstVersion": true, "current": held, "returned": returned, "newest": 9, "transport": {"wish": "auto", "slotBytes": 1, "slots": 2, "environment": {"NCCL_DEBUG": "INFO"}, "defaults": {"NCCL_CUMEM_ENABLE": "0"}}}),
         json!({"code": "Timeout", "message": "m", "retryable": true, "phase": "Verify", "member": "rollouts/a"}),
     );
     let shown = json!({"epoch": 3, "version": 9, "replicas": [{"name": "rollouts/a", "url": "u", "state": "ready", "version": 9, "provenBy": "Digests", "rankOffset": 1, "size": 2, "mixed": [mixed]}]});
@@ -132,6 +132,7 @@ pub(super) fn messages() -> Vec<Message> {
             "namespace": "n", "pod": "p", "incarnation": life, "role": "source", "enginePort": 1, "controlAddress": "c", "program": "p",
             "speaks": {"oldest": 1, "newest": 2}, "attached": true,
         });
+        RegisteredEngines: json!({"namespace": "n", "incarnation": life, "ports": [8001]});
         AnnounceResponse: json!({"assignment": assignment});
         Rejection: json!({"message": "m", "retryable": true});
         DataHello: json!({
@@ -140,7 +141,7 @@ pub(super) fn messages() -> Vec<Message> {
         });
         StreamFailure: json!({"kind": "silent", "peer": "rollouts/a", "silenceMs": 5}), json!({"kind": "corrupt", "peer": "rollouts/a", "sequence": 5}),
             json!({"kind": "refused", "peer": "rollouts/a", "refusal": {"code": "Timeout", "message": "m"}}), json!({"kind": "cancelled"});
-        ClientRequest: json!({"op": "hello", "protocol": 1, "client": "c"}),
+        ClientRequest: json!({"op": "hello", "protocol": 1, "client": "c"}), json!({"op": "register", "port": 8001, "address": "127.0.0.1"}),
             json!({
                 "op": "publish", "version": 9, "tensors": [tensor], "queue": "wait", "activation": "manual", "repeatable": true, "timeoutMs": 5,
                 "gpu": {"gpus": ["GPU-1"], "torch": "t", "expandableSegments": true, "pidNamespace": 1},
@@ -151,7 +152,7 @@ pub(super) fn messages() -> Vec<Message> {
             json!({"op": "external", "epoch": 3, "version": 9, "digest": "d", "engineVersion": "v", "timeoutMs": 5}),
             json!({"op": "report", "replica": "rollouts/a", "ok": false, "reason": "r"}),
             json!({"op": "broken", "epoch": 3, "reason": "r"});
-        ClientReply: json!({"event": "welcome", "protocol": 1, "agent": "a", "version": 9}),
+        ClientReply: json!({"event": "welcome", "protocol": 1, "agent": "a", "version": 9}), json!({"event": "registered", "port": 8001}),
             json!({
                 "event": "ring", "memfd": true, "layout": layout, "slots": 4, "slotBytes": 64, "attempt": 1, "cuts": [0], "gpu": ring, "hostBecause": "h",
             }),
