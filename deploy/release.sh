@@ -34,6 +34,7 @@ agrees() {
 
 checked_version() {
   agrees python/pyproject.toml 's/^version = "(.*)"$/\1/p'
+  agrees python/weightsync/__init__.py 's/^__version__ = "(.*)"$/\1/p'
   agrees charts/weightsync/Chart.yaml 's/^version: (.*)$/\1/p'
   agrees charts/weightsync/Chart.yaml 's/^appVersion: "?([^"]*)"?$/\1/p'
   echo "$version"

@@ -29,6 +29,8 @@ from .result import MixedWindow, Progress, Replica, Result, Roster
 from .sources import fsdp2, module, sharded, state_dict, stream, with_draft
 from .topology import Topology
 
+__version__ = "0.1.0"
+
 __all__ = [
     "AgentLost",
     "Cancelled",
@@ -61,6 +63,7 @@ __all__ = [
     "VersionPinned",
     "VersionRefused",
     "WeightSyncError",
+    "__version__",
     "fsdp2",
     "module",
     "register_engine",

@@ -16,6 +16,7 @@ cp "$made/crds" charts/weightsync/files/crd.yaml
 # The version stands in Cargo.toml.
 version=$("$weightsync" --version | cut -d ' ' -f 2)
 sed -i -E "s/^version = .*/version = \"$version\"/" python/pyproject.toml
+sed -i -E "s/^__version__ = .*/__version__ = \"$version\"/" python/weightsync/__init__.py
 sed -i -E "s/^(version|appVersion): .*/\1: $version/" charts/weightsync/Chart.yaml
 cp "$made/api" docs/reference/api.md
 cp "$made/metrics" docs/metrics.md
