@@ -151,12 +151,13 @@ fuzz: ## Fuzz messages, headers, frames, engines' responses and objects (an hour
 	PROPTEST_CASES=$${CASES:-20000} cargo test --locked --workspace --lib -- fuzz:: hostile:: frames:: wire:: pruning:: worker::
 
 .PHONY: python-test
-python-test: venv programs ## Check and test the Python client
+python-test: venv programs ## Check and test the Python client, and the code blocks of all documents
+	$(CLUSTER)/tools.sh
 	$$(tests/tools/python.sh)/ruff check python tests examples
 	cd python; $$(../tests/tools/python.sh)/mypy weightsync build_wheel.py
 	cd tests/gpu; $$(../tools/python.sh)/mypy --config-file ../../mypy.ini engine_code.py engine_ranks.py
 	$$(tests/tools/python.sh)/mypy tests/chaos tests/engine tests/e2e tests/cluster/image.py tests/cluster/node deploy/sbom.py
-	venv=$$($(CLUSTER)/vllm-venv.sh --print); cd python; PYTHONPATH=$$PWD "$$venv/bin/python" -m pytest -q tests
+	$(CLUSTER_ENV) venv=$$($(CLUSTER)/vllm-venv.sh --print); cd python; PYTHONPATH=$$PWD "$$venv/bin/python" -m pytest -q tests
 
 .PHONY: trainers-test
 trainers-test: venv programs ## Train with TRL, with two real vLLM servers of which one is killed, and run verl's manager, on a CPU
