@@ -26,7 +26,8 @@ def engine(port: int) -> None:
     """Is an engine: a server, and its registration by the process that owns it."""
     import weightsync
 
-    subprocess.Popen([*SERVER, "--port", str(port)])
+    # Its lines go to the log of the pod: the first line on standard output is the registration.
+    subprocess.Popen([*SERVER, "--port", str(port)], stdout=sys.stderr)
     deadline = time.monotonic() + PATIENCE
     while True:
         try:

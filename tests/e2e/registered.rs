@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use super::asks::publish_to;
+use super::asks::{publish_to, train};
 use super::cluster::{Cluster, eventually};
 use super::fixtures::{TRAINER_PORT, actors, torch_trainer, weightsync};
 use super::http::{get, post};
@@ -70,6 +70,7 @@ async fn engines_register_at_run_time_and_are_fed() {
         start(&cluster, 8002).await;
         cluster.await_group("run", 2, START).await;
         let startup = served(&cluster, 8001).await;
+        train(&cluster, "trainer-0").await;
         publish_to(&cluster, "trainer-0", 1, 2).await;
         let first = alike(&cluster, [8001, 8002], &startup).await;
         until(&cluster, &[8001, 8002]).await;
@@ -84,7 +85,7 @@ async fn engines_register_at_run_time_and_are_fed() {
         // A controller that starts again keeps the group: agents report their engines to it.
         scale_controller(&cluster, 0).await;
         scale_controller(&cluster, 1).await;
-        super::asks::train(&cluster, "trainer-0").await;
+        train(&cluster, "trainer-0").await;
         publish_to(&cluster, "trainer-0", 2, 2).await;
         alike(&cluster, [8002, 8003], &first).await;
         cluster.await_version("run", 2, 2, MINUTE).await;
