@@ -160,7 +160,7 @@ impl Session {
             if running.placed.iter().any(|placed| placed.engine.as_ref() == Some(engine)) {
                 continue;
             }
-            let free = (0..).find(|number| running.placed.iter().all(|placed| placed.number != *number)).unwrap_or(0);
+            let free = (0..=u16::MAX).find(|number| running.placed.iter().all(|placed| placed.number != *number)).unwrap_or(0);
             self.add(free, Some(engine), running, pages).await?;
         }
         Ok(())
