@@ -416,7 +416,7 @@ async fn changed(registered: &mut Option<watch::Receiver<Registered>>) {
     };
     if !change {
         *registered = None;
-        std::future::pending().await
+        std::future::pending::<()>().await;
     }
 }
 
