@@ -300,7 +300,7 @@ def test_examples_inject_as_their_object_launches() -> None:
         (spec,) = [document["spec"] for document in documents if document["kind"] == "WeightSync"]
         launch = spec.get("agent", {}).get("launch", "Sidecar")
         for pod in (pod for document in documents for pod in pods(document)):
-            metadata, containers = pod["metadata"], pod["spec"]["containers"]
+            metadata, containers = pod.get("metadata", {}), pod["spec"]["containers"]
             # A trainer may have a sidecar in any case.
             if metadata.get("labels", {}).get("weightsync.dev/role") == "rollout":
                 assert metadata.get("annotations", {}).get("weightsync.dev/inject") in ways[launch], (file.name, metadata)

@@ -78,7 +78,8 @@ def test_anothers_init_is_refused_and_replies_stay_in_step(server: str) -> None:
         # The next call's replies are its own, of both ranks.
         ranks = post(server, "/collective_rpc", {"method": "get_kv_connector_handshake_metadata"})
         assert ranks == {"results": [None, None]}
-    body = {"model": f"{server}", "prompt": "The quick", "max_tokens": 2}
+    # The words of random weights are no promise: what counts is that both ranks made both tokens.
+    body = {"model": f"{server}", "prompt": "The quick", "max_tokens": 2, "ignore_eos": True}
     with urllib.request.urlopen(f"{server}/v1/models", timeout=LIMIT) as models:
         body["model"] = json.load(models)["data"][0]["id"]
-    assert post(server, "/v1/completions", body)["choices"][0]["text"]
+    assert post(server, "/v1/completions", body)["usage"]["completion_tokens"] == 2
