@@ -9,7 +9,6 @@ import os
 import queue
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -90,7 +89,8 @@ class Reader:
 
     def stop(self) -> None:
         for process in reversed(self.started):
-            process.send_signal(signal.SIGINT)
+            # A shell starts jobs in the background with SIGINT ignored, and so are their children.
+            process.terminate()
         for process in self.started:
             process.wait(LIMIT)
         self.shell.kill()
