@@ -1,67 +1,70 @@
-"""Starts and ends engines while its pod runs, as Ray actors do: each engine is a process that starts a server and registers it.
+"""Starts and ends engines while its pod runs: each is a Ray actor that starts a server on a free port and registers it.
 
-GET /health           {"engines": [ports]}
-POST /start?PORT      starts an engine on that port; answers once it is registered
-POST /kill?PORT       kills its processes (SIGKILL)
+GET  /health          200 once Ray runs
+POST /start           starts an actor; answers {"registered": PORT}
+POST /kill?PORT       kills the actor of that port
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
+import socket
 import subprocess
 import sys
 import time
 import urllib.request
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from typing import ClassVar
+from typing import Any, ClassVar
+
+import ray
 
 SERVER = ["/host/share/e2e/weightsync-dev", "simulate-engine", "--engine", "vllm", "--model", "/host/share/models/base"]
 PATIENCE = 60.0
 
 
-def engine(port: int) -> None:
-    """Is an engine: a server, and its registration by the process that owns it."""
-    import weightsync
+class Engine:
+    """An engine's server, and its registration, which ends with this process."""
 
-    # Its lines go to the log of the pod: the first line on standard output is the registration.
-    subprocess.Popen([*SERVER, "--port", str(port)], stdout=sys.stderr)
-    deadline = time.monotonic() + PATIENCE
-    while True:
-        try:
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
-            break
-        except OSError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.05)
-    held = weightsync.register_engine(port)
-    print(json.dumps({"registered": held.port}), flush=True)
-    signal.pause()
+    def start(self) -> int:
+        """Returns the port."""
+        import weightsync
+
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = int(free.getsockname()[1])
+        subprocess.Popen([*SERVER, "--port", str(port)], stdout=sys.stderr)
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+                break
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
+        self.registration = weightsync.register_engine(port)
+        return self.registration.port
 
 
 class Actors(BaseHTTPRequestHandler):
     """The pod's little server."""
 
-    running: ClassVar[dict[int, subprocess.Popen[str]]] = {}
+    running: ClassVar[dict[int, Any]] = {}
 
     def do_GET(self) -> None:
         self._answer({"engines": sorted(self.running)})
 
     def do_POST(self) -> None:
-        what, port = self.path.split("?")[0], int(self.path.split("?")[1])
+        what, _, port = self.path.partition("?")
         if what == "/start":
-            command = [sys.executable, "-u", __file__, "--engine", str(port)]
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
-            self.running[port] = process
-            assert process.stdout is not None
-            self._answer(json.loads(process.stdout.readline() or '{"registered": null}'))
+            actor = ray.remote(num_cpus=0)(Engine).remote()
+            registered = ray.get(actor.start.remote(), timeout=2 * PATIENCE)
+            self.running[registered] = actor
+            self._answer({"registered": registered})
         else:
-            process = self.running.pop(port)
-            os.killpg(process.pid, signal.SIGKILL)
-            self._answer({"killed": port, "status": process.wait()})
+            ray.kill(self.running.pop(int(port)))
+            self._answer({"killed": int(port)})
 
     def _answer(self, answer: object) -> None:
         body = json.dumps(answer).encode()
@@ -77,13 +80,10 @@ class Actors(BaseHTTPRequestHandler):
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--port", type=int)
-    parser.add_argument("--engine", type=int)
+    parser.add_argument("--port", type=int, required=True)
     arguments = parser.parse_args()
-    if arguments.engine is not None:
-        engine(arguments.engine)
-    else:
-        HTTPServer(("0.0.0.0", arguments.port), Actors).serve_forever()
+    ray.init(num_cpus=2, object_store_memory=80 << 20, include_dashboard=False, _node_ip_address="127.0.0.1")
+    HTTPServer(("0.0.0.0", arguments.port), Actors).serve_forever()
 
 
 if __name__ == "__main__":

@@ -98,13 +98,14 @@ pub fn asker(url: &str) -> Value {
     pod("asker", None, container)
 }
 
-/// A pod that starts and ends simulated engines when asked (`tests/e2e/actors.py`); they register with its agent.
+/// A pod with Ray, whose actors start simulated engines and register them (`tests/e2e/actors.py`). It is ready once Ray runs.
 pub fn actors(name: &str) -> Value {
     let container = json!({
         "name": "actors", "image": ENGINE_IMAGE,
         "command": ["python", "-u", "/host/share/e2e/actors.py", "--port", TRAINER_PORT.to_string()],
-        "env": env(&[("PYTHONPATH", "/host/share/python")]),
-        "ports": [{"containerPort": TRAINER_PORT}]
+        "env": env(&[("PYTHONPATH", "/host/share/python:/host/share/ray"), ("RAY_USAGE_STATS_ENABLED", "0")]),
+        "ports": [{"containerPort": TRAINER_PORT}],
+        "startupProbe": {"httpGet": {"path": "/health", "port": TRAINER_PORT}, "periodSeconds": 1, "failureThreshold": 90}
     });
     pod(name, Some("rollout"), container)
 }

@@ -31,6 +31,11 @@ ln -f "$WEIGHTSYNC_SHARE/gpus/lib64/libcuda.so.1" "$WEIGHTSYNC_SHARE/gpus/nccl/"
 rm -rf "$WEIGHTSYNC_SHARE/python"
 mkdir "$WEIGHTSYNC_SHARE/python"
 cp -r "$root/python/weightsync" "$WEIGHTSYNC_SHARE/python/"
+# Ray, for engines that register at run time.
+ray=$WEIGHTSYNC_CACHE/ray-2.60.0
+once "$ray" "$venv/bin/pip" install --disable-pip-version-check ray==2.60.0 --target
+rm -rf "$WEIGHTSYNC_SHARE/ray"
+cp -al "$ray" "$WEIGHTSYNC_SHARE/ray"
 
 # An install that failed cannot be upgraded. One that worked is upgraded, not removed: the API server (1.36) goes on with
 # the parameters of the old injection policy when a policy with parameters of a built-in kind is deleted and made again.

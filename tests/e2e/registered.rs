@@ -1,4 +1,4 @@
-//! Engines that start and end while their pod runs, and register with its agent by the Python client, as Ray actors do.
+//! Engines that start and end while their pod runs, and register with its agent: Ray actors that use the Python client.
 
 use std::time::Duration;
 
@@ -14,9 +14,11 @@ const START: Duration = Duration::from_secs(120);
 const MINUTE: Duration = Duration::from_secs(60);
 const POD: &str = "actors-0";
 
-async fn start(cluster: &Cluster, port: u16) {
-    let (status, answer) = post(cluster, POD, TRAINER_PORT, &format!("/start?{port}"), &json!({})).await;
-    assert_eq!((status, &answer), (200, &json!({"registered": port})));
+/// Starts an actor, and returns the port that its engine chose.
+async fn start(cluster: &Cluster) -> u16 {
+    let (status, answer) = post(cluster, POD, TRAINER_PORT, "/start", &json!({})).await;
+    let port = answer["registered"].as_u64().and_then(|port| u16::try_from(port).ok());
+    port.unwrap_or_else(|| panic!("{status}: {answer}"))
 }
 
 /// What an engine computes with, asked from the engine itself.
@@ -66,30 +68,29 @@ async fn engines_register_at_run_time_and_are_fed() {
         let waits = |status: &Value| if status.to_string().contains("no engine has registered") { Ok(()) } else { Err(status.to_string()) };
         cluster.await_status("run", "the status names the pod without engines", START, waits).await;
 
-        start(&cluster, 8001).await;
-        start(&cluster, 8002).await;
+        let (one, two) = (start(&cluster).await, start(&cluster).await);
         cluster.await_group("run", 2, START).await;
-        let startup = served(&cluster, 8001).await;
+        let startup = served(&cluster, one).await;
         train(&cluster, "trainer-0").await;
         publish_to(&cluster, "trainer-0", 1, 2).await;
-        let first = alike(&cluster, [8001, 8002], &startup).await;
-        until(&cluster, &[8001, 8002]).await;
+        let first = alike(&cluster, [one, two], &startup).await;
+        until(&cluster, &[one, two]).await;
 
-        // An engine's processes are killed, and another engine starts on another port.
-        post(&cluster, POD, TRAINER_PORT, "/kill?8001", &json!({})).await;
-        until(&cluster, &[8002]).await;
-        start(&cluster, 8003).await;
-        let epoch = until(&cluster, &[8002, 8003]).await;
-        assert_eq!(served(&cluster, 8003).await, first, "it was fed the current version before it counted as ready");
+        // An actor is killed, and another one starts.
+        post(&cluster, POD, TRAINER_PORT, &format!("/kill?{one}"), &json!({})).await;
+        until(&cluster, &[two]).await;
+        let three = start(&cluster).await;
+        let epoch = until(&cluster, &[two, three]).await;
+        assert_eq!(served(&cluster, three).await, first, "it was fed the current version before it counted as ready");
 
         // A controller that starts again keeps the group: agents report their engines to it.
         scale_controller(&cluster, 0).await;
         scale_controller(&cluster, 1).await;
         train(&cluster, "trainer-0").await;
         publish_to(&cluster, "trainer-0", 2, 2).await;
-        alike(&cluster, [8002, 8003], &first).await;
+        alike(&cluster, [two, three], &first).await;
         cluster.await_version("run", 2, 2, MINUTE).await;
-        assert_eq!(until(&cluster, &[8002, 8003]).await, epoch, "no new group was formed");
+        assert_eq!(until(&cluster, &[two, three]).await, epoch, "no new group was formed");
     })
     .await;
 }

@@ -19,6 +19,14 @@ pub fn venv() -> Option<PathBuf> {
     std::env::var_os("WEIGHTSYNC_VENV").map(PathBuf::from)
 }
 
+/// The release of that vLLM as its server reports it; the simulator's without one.
+pub fn release() -> String {
+    let Some(venv) = venv() else { return "0.32.0".into() };
+    let code = "from importlib.metadata import version; print(version('vllm').split('+')[0], end='')";
+    let printed = Command::new(venv.join("bin/python")).args(["-c", code]).output().unwrap();
+    String::from_utf8(printed.stdout).unwrap()
+}
+
 /// vLLM takes 25 s on an idle machine, and minutes on one whose cores build something else.
 const START: Duration = Duration::from_secs(900);
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""From the trainer's new weights to two vLLM servers that serve them: WeightSync, and a script that saves and has the servers reload.
+"""From the trainer's new weights to vLLM servers that serve them: WeightSync, and a script that saves and has the servers reload.
 
     $venv/bin/python tests/engine/side_by_side.py --weightsync target/dist/weightsync --vllm $venv/bin/vllm
 
-Each way has two vLLM servers (CPU) of its own, and updates are made in turns. An update ends when both servers give the log-probs that
-the trainer's own model computes. Then, for each way, one server is killed in the middle of an update, and started again. Prints a line of
-JSON for each measurement. PYTHONPATH must hold WeightSync's client, unless its wheel is installed.
+Each way has vLLM servers (CPU) of its own, two unless `--servers` gives another number, and updates are made in turns. An update ends when
+all servers give the log-probs that the trainer's own model computes. Then, for each way, one server is killed in the middle of an update,
+and started again. Prints a line of JSON for each measurement. PYTHONPATH must hold WeightSync's client, unless its wheel is installed.
 """
 
 from __future__ import annotations
@@ -113,12 +113,12 @@ class Server:
 
 
 class Weightsync:
-    """`weightsync local` with two servers."""
+    """`weightsync local` with the servers."""
 
     name = "weightsync"
 
     def __init__(self, args: argparse.Namespace, work: Path) -> None:
-        self.servers = [Server(free_port()), Server(free_port())]
+        self.servers = [Server(free_port()) for _ in range(args.servers)]
         kind = {"apiVersion": "weightsync.dev/v1alpha1"}
         pools = [{"name": "actors", "selector": {"matchLabels": {"part": "rollout"}}, "engine": {"kind": "VLLM"}}]
         spec = {"trainer": {"selector": {"matchLabels": {"part": "trainer"}}}, "rollouts": pools}
@@ -139,7 +139,10 @@ class Weightsync:
         self.version = 0
 
     def join(self) -> None:
-        until("both servers joined", lambda: sum(replica.url is not None for replica in self.publisher.roster().replicas) == 2, 0.5)
+        def joined() -> bool:
+            return sum(replica.url is not None for replica in self.publisher.roster().replicas) == len(self.servers)
+
+        until("all servers joined", joined, 0.5)
 
     def update(self, trainer: Trainer) -> str:
         self.version += 1
@@ -166,7 +169,7 @@ class Script:
     name = "script"
 
     def __init__(self, args: argparse.Namespace, work: Path) -> None:
-        self.servers = [Server(free_port()), Server(free_port())]
+        self.servers = [Server(free_port()) for _ in range(args.servers)]
         self.folder = Path(tempfile.mkdtemp(dir="/dev/shm"))
         self.commands = [serve(args, work / "start", server.port) for server in self.servers]
         self.log = (work / "script.log").open("wb")
@@ -176,11 +179,11 @@ class Script:
         return subprocess.Popen(command, stdout=self.log, stderr=self.log, start_new_session=True)
 
     def join(self) -> None:
-        until("both servers answer", lambda: all(server.healthy() for server in self.servers), 0.5)
+        until("all servers answer", lambda: all(server.healthy() for server in self.servers), 0.5)
 
     def update(self, trainer: Trainer) -> str:
         trainer.model.save_pretrained(self.folder)
-        with ThreadPoolExecutor(2) as threads:
+        with ThreadPoolExecutor(len(self.servers)) as threads:
             return "; ".join(threads.map(self._reload, self.servers))
 
     def _reload(self, server: Server) -> str:
@@ -219,12 +222,12 @@ def show(**named: Any) -> None:
 
 
 def measure(way: Any, trainer: Trainer) -> int:
-    """Milliseconds from the new weights until both servers serve them."""
+    """Milliseconds from the new weights until all servers serve them."""
     expected = trainer.logprobs()
     began = time.monotonic()
     reported = way.update(trainer)
     returned = time.monotonic() - began
-    until("both servers serve the new weights", lambda: all(server.serves(expected) for server in way.servers))
+    until("all servers serve the new weights", lambda: all(server.serves(expected) for server in way.servers))
     took = time.monotonic() - began
     show(way=way.name, returned_ms=round(1e3 * returned), proven_ms=round(1e3 * took), reported=reported)
     return round(1e3 * took)
@@ -239,7 +242,7 @@ def lose(way: Any, trainer: Trainer, usual_ms: int) -> None:
     killer.start()
     reported = way.update(trainer)
     returned = time.monotonic() - began
-    until("the other server serves the new weights", lambda: bool(way.servers[0].serves(expected)))
+    until("the other servers serve the new weights", lambda: all(server.serves(expected) for server in way.servers[:1] + way.servers[2:]))
     other = time.monotonic() - began
     killer.join()
     way.restarted()
@@ -253,7 +256,7 @@ def lose(way: Any, trainer: Trainer, usual_ms: int) -> None:
         way=way.name,
         killed_after_ms=round(usual_ms / 2),
         returned_ms=round(1e3 * returned),
-        other_serves_ms=round(1e3 * other),
+        others_serve_ms=round(1e3 * other),
         reported=reported,
         takes_requests_after_health_ms=round(1e3 * took),
         first_served=first,
@@ -264,6 +267,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weightsync", required=True)
     parser.add_argument("--vllm", required=True)
+    parser.add_argument("--servers", type=int, default=2)
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=512)

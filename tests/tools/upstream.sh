@@ -4,7 +4,8 @@
 #   tests/tools/upstream.sh trl             TRL's AsyncGRPOTrainer and GRPOTrainer
 #   tests/tools/upstream.sh trl-grpo        examples/trl-grpo: TRL's GRPOTrainer and two vLLM servers, one of which is killed
 #   tests/tools/upstream.sh verl            verl's manager and worker groups, with Ray
-#   tests/tools/upstream.sh vllm            vLLM's trainer interface: its wheel is for GPUs, so its Python files alone
+#   tests/tools/upstream.sh vllm            vLLM's trainer interface, and its server fed by us: the Python of a wheel for GPUs, over the kernels of
+#                                           an older release for processors
 #   tests/tools/upstream.sh xtuner DIR      XTuner's WeightUpdater from a checkout
 #   tests/tools/upstream.sh slime DIR       slime's UpdateWeightFromDisk from a checkout
 #   tests/tools/upstream.sh skyrl           SkyRL's trainer, worker groups and FSDP worker, with Ray
@@ -23,7 +24,7 @@ if [ "${1:-}" = --python ]; then
   print=1
   shift
 fi
-framework=${1:?$usage}
+framework=${1:?$usage} engine=
 tests=$here/../../python/tests
 venv=$("$here/vllm-venv.sh" --print)
 path=$(realpath "$tests/.."):$(realpath "$tests"):$(realpath "$tests/upstream")
@@ -71,13 +72,29 @@ verl)
   ;;
 vllm)
   VERSION=${VERSION:-0.33.0}
-  dir=$WEIGHTSYNC_CACHE/upstream-vllm-$VERSION
+  dir=$WEIGHTSYNC_CACHE/upstream-vllm-$VERSION-$(key vllm-requirements.txt)
+  # The Python of that release over the kernels for processors of the release in the virtual environment. "cpu" in a version selects the
+  # platform.
   # shellcheck disable=SC2016
-  once "$dir" bash -euc 'cd "$2"; "$0" -m pip download --no-deps vllm=="$1"; "$0" -m zipfile -e vllm-*.whl .; rm vllm-*.whl; find vllm -name "*.so" -delete' \
-    "$venv/bin/python" "$VERSION"
-  python=$venv/bin/python
-  path=$path:$dir
+  once "$dir" bash -euc '
+    base=$0 version=$1 dir=$2
+    "$base/bin/python" -m venv --without-pip "$dir/venv"
+    cd "$dir/venv"
+    packages=lib/python3.11/site-packages
+    ls -d "$base"/lib/python3*/site-packages >$packages/layer.pth
+    bin/python -m pip install --disable-pip-version-check --no-deps orjson six
+    bin/python -m pip download --disable-pip-version-check --no-deps vllm=="$version"
+    bin/python -m zipfile -e vllm-*.whl $packages
+    rm vllm-*.whl
+    find $packages/vllm -name "*.so" -delete
+    ln -s "$base"/$packages/vllm/*.so $packages/vllm/
+    mv $packages/vllm-"$version".dist-info $packages/vllm-"$version"+cpu.dist-info
+    sed -i "s/^Version: .*/&+cpu/" $packages/vllm-"$version"+cpu.dist-info/METADATA
+    printf "%s\n" "#!/bin/sh" "exec $dir/venv/bin/python -m vllm.entrypoints.cli.main \"\$@\"" >bin/vllm
+    chmod 755 bin/vllm' "$venv" "$VERSION"
+  python=$dir/venv/bin/python
   test=test_vllm_trainer.py
+  engine=$dir/venv
   ;;
 skyrl)
   VERSION=${VERSION:-0.3.0}
@@ -125,4 +142,9 @@ esac
 }
 echo "$framework: $VERSION"
 export PYTHONPATH=$path HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TRL_EXPERIMENTAL_SILENCE=1
-exec "$python" -m pytest -q "$tests/$test"
+[ -n "$engine" ] || exec "$python" -m pytest -q "$tests/$test"
+"$python" -m pytest -q "$tests/$test" "$tests/test_vllm_refused.py"
+# Servers of that release, fed by the agent's own code.
+cd "$here/../.."
+WEIGHTSYNC_VENV=$engine WEIGHTSYNC_ENGINE_CODE=$(tests/tools/engine-code.sh) exec cargo test --locked --workspace --test engine -- --test-threads=1 \
+  adapter:: backend:: conformance:: wrong::

@@ -224,6 +224,16 @@ def killed(fixture: Fixture, group: Group, server: Server, trainer: Trainer, whi
     )
 
 
+def start_again(fixture: Fixture, way: str) -> tuple[Server, float]:
+    """Kills the engine if it lives, and starts it on its port; the server, and the seconds until it is ready."""
+    server = fixture.servers[way]
+    if server.process.poll() is None:
+        os.killpg(server.process.pid, signal.SIGKILL)
+        server.process.wait(20)
+    fixture.servers[way] = again = Server(server.model, server.port, server.log.with_suffix(".again.log"), **SERVERS[way])
+    return again, again.ready()
+
+
 def restarted(fixture: Fixture, group: Group, way: str, seed: int) -> None:
     """The engine is killed in a broadcast and started again on its port; the next version is served by it."""
     server = fixture.servers[way]
@@ -233,8 +243,7 @@ def restarted(fixture: Fixture, group: Group, way: str, seed: int) -> None:
     os.killpg(server.process.pid, signal.SIGKILL)
     server.process.wait(20)
     reported = group.end(60)
-    fixture.servers[way] = again = Server(server.model, server.port, server.log.with_suffix(".again.log"), **SERVERS[way])
-    ready = again.ready()
+    again, ready = start_again(fixture, way)
     later = group.publish(seed, limit=120)
     fixture.check(
         "engine killed in a broadcast",
@@ -243,6 +252,41 @@ def restarted(fixture: Fixture, group: Group, way: str, seed: int) -> None:
         publish=short([reported]),
         ready_s=round(ready, 1),
         again=short(later),
+        events=group.since(moment),
+    )
+
+
+def tried(group: Group, seed: int, limit: float) -> list[dict[str, Any]]:
+    """A publish that may fail."""
+    group.begin(seed, limit=limit)
+    return [group.end(limit)]
+
+
+def rank_0_killed(fixture: Fixture, group: Group, trainer: Trainer, which: str, seed: int) -> None:
+    """SIGKILL of rank 0 in a broadcast that vLLM's workers are in.
+
+    Either they leave it, and this publish or the trainer's next one succeeds; or an event says that the engine is wedged, and it is started
+    again.
+    """
+    way, named, ready = "nccl", False, 0.0
+    moment = group.kill_in_transfer(seed, which, 0.0, 60)
+    reported = [group.end(60)]
+    took = time.monotonic() - moment
+    if reported[-1]["event"] != "done":
+        reported += tried(group, seed, 60)
+    if reported[-1]["event"] != "done":
+        group.drain()
+        named = any("wedged" in json.dumps(event).lower() for at, event in group.events if at >= moment)
+        _, ready = start_again(fixture, way)
+        reported += group.publish(seed, limit=120)
+    fixture.check(
+        "rank 0 killed in a broadcast",
+        fixture.servers[way].says() == fixture.texts[seed] and trainer.process.poll() is None and (named or not ready),
+        which=which,
+        s=round(took, 3),
+        named=named,
+        ready_s=round(ready, 1),
+        publish=short(reported),
         events=group.since(moment),
     )
 
@@ -258,12 +302,15 @@ def apart(fixture: Fixture) -> None:
 
 def joined(fixture: Fixture) -> None:
     """vLLM's own group (`delivery: Engine`): its workers join the source's agent by NCCL."""
-    with two_gpus(fixture, "joined", "nccl", "Engine") as (server, _trainer, group):
+    with two_gpus(fixture, "joined", "nccl", "Engine") as (server, trainer, group):
         versions(fixture, group, server, "joined")
         group.kill("actor agent")
         reported = group.publish(3, limit=120)
         fixture.check("published after a killed agent", server.says() == fixture.texts[3], reported=short(reported))
-        restarted(fixture, group, "nccl", 2)
+        killed(fixture, group, server, trainer, "actor agent", 2)
+        for which, seed in (("trainer worker", 3), ("trainer agent", 2)):
+            fixture.attempt(which, partial(rank_0_killed, fixture, group, trainer, which, seed))
+        restarted(fixture, group, "nccl", 3)
 
 
 def spanning(fixture: Fixture) -> None:
