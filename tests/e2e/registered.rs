@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use super::asks::{publish_to, train};
 use super::cluster::{Cluster, eventually};
 use super::fixtures::{TRAINER_PORT, actors, torch_trainer, weightsync};
-use super::http::{get, post};
+use super::http::{get, post, request};
 use super::operator::scale_controller;
 
 const START: Duration = Duration::from_secs(120);
@@ -65,6 +65,11 @@ async fn engines_register_at_run_time_and_are_fed() {
         object["spec"]["membership"] = json!({"minReady": 1});
         cluster.apply(&object).await.unwrap();
         cluster.await_ready("trainer-0", START).await;
+        // Ray takes its time.
+        eventually("the pod's little server runs", START, || async {
+            request(&cluster, POD, TRAINER_PORT, "GET", "/health", None, MINUTE).await
+        })
+        .await;
         let waits = |status: &Value| if status.to_string().contains("no engine has registered") { Ok(()) } else { Err(status.to_string()) };
         cluster.await_status("run", "the status names the pod without engines", START, waits).await;
 
