@@ -10,7 +10,6 @@ mod controller;
 mod doctor;
 mod generate;
 mod guard;
-mod inject;
 mod install;
 mod local;
 mod manifests;

@@ -9,6 +9,8 @@
 //! 3. *apply*: `objects` owns one coordinator an object; `epoch_store` writes the epoch by compare-and-swap; `pods` patches pods.
 //! 4. *report*: `report` makes the status, `hold` decides which changes may wait, `events` publishes Events.
 //!
+//! `webhook` injects the agent into new pods, on clusters whose policies cannot.
+//!
 //! Only the holder of the lease acts; a controller that lost it ends. Every call has a deadline, every write to a pod its UID. Updates do
 //! not pass through here: they continue while the controller is away.
 
@@ -39,9 +41,11 @@ mod token_review;
 mod traces;
 mod triggers;
 mod ui;
+mod webhook;
 mod wedged;
 
 pub use events::REPORTER;
 pub use metrics::DEFINITIONS as METRICS;
 pub use run::{Settings, run};
 pub use ui::Ui;
+pub use webhook::WebhookSettings;

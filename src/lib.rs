@@ -22,4 +22,5 @@
 pub mod api;
 pub mod cli;
 mod controller;
+mod inject;
 mod local_file;

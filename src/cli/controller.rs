@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use anyhow::Context;
 
-use crate::controller::{self, Settings, Ui};
+use crate::controller::{self, Settings, Ui, WebhookSettings};
 use weightsync_net::health;
 use weightsync_net::logs::{self, LogFormat};
 use weightsync_net::shutdown;
@@ -46,6 +46,10 @@ pub struct ControllerArgs {
     /// port.
     #[arg(long, value_enum, default_value_t)]
     ui: Ui,
+    /// Serve the webhook that injects the agent into new pods, with these settings of the added lines, as JSON: `resources`, `sharedMemory`
+    /// and `imagePullSecrets`. Without it there is no webhook.
+    #[arg(long, value_name = "JSON", value_parser = webhook_settings)]
+    inject: Option<WebhookSettings>,
     /// OpenTelemetry collector (OTLP over HTTP, JSON) that gets a trace of every update, as `http://HOST:4318`; none if empty.
     #[arg(long, env = "OTEL_EXPORTER_OTLP_ENDPOINT", default_value = "")]
     otlp_endpoint: String,
@@ -55,6 +59,10 @@ pub struct ControllerArgs {
     /// Format of log lines.
     #[arg(long, env = "WEIGHTSYNC_LOG_FORMAT", value_enum, default_value_t)]
     log_format: LogFormat,
+}
+
+fn webhook_settings(text: &str) -> Result<WebhookSettings, String> {
+    serde_json::from_str(text).map_err(|cause| format!("this is no JSON with resources, sharedMemory and imagePullSecrets: {cause}"))
 }
 
 impl ControllerArgs {
@@ -74,6 +82,7 @@ impl ControllerArgs {
             status_address: self.status_address,
             probe_address: self.probe_address.unwrap_or_else(|| health::alongside(self.status_address)),
             ui: self.ui,
+            webhook: self.inject,
             otlp_endpoint: self.otlp_endpoint,
         };
         super::block_on(async {

@@ -30,6 +30,8 @@ use super::stores::{Scope, Stores, known_objects};
 use super::token_review::Tokens;
 use super::traces::{Traces, TracesError};
 use super::ui::{Led, Ui};
+use super::webhook::{self, WebhookSettings, keep_bundle};
+use crate::inject::Options;
 use crate::controller::lease::{Leadership, LeaseConfig, LeaseLost, LeaseManager};
 use weightsync_coordinator::{Directory, Enrollment, SingleUseTokens, keep_certified, router};
 use weightsync_net::backoff::Backoff;
@@ -69,6 +71,8 @@ pub struct Settings {
     /// Listen address of probes only.
     pub probe_address: SocketAddr,
     pub ui: Ui,
+    /// What the webhook writes into pods; none where the cluster's policies inject.
+    pub webhook: Option<WebhookSettings>,
     /// The OpenTelemetry collector that gets traces of updates, as `http://HOST:4318`; none if empty.
     pub otlp_endpoint: String,
 }
@@ -148,7 +152,8 @@ pub(super) async fn run_with(
     });
 
     let Some(ca) = authority_of(&settings, &client, calls, &cancel).await? else { return Ok(()) };
-    let ca = Arc::new(ca);
+    // The API server reaches the webhook by the name of the Service.
+    let ca = Arc::new(ca.serving(vec![format!("{}.{}.svc", settings.name, settings.namespace)]));
     let identity = ca.issue(&PeerIdentity::Controller, CERTIFICATES)?;
     let _renewal =
         AbortOnDropHandle::new(tokio::spawn(keep_certified(ca.clone(), identity.clone(), PeerIdentity::Controller, CERTIFICATES)));
@@ -160,7 +165,10 @@ pub(super) async fn run_with(
         directory: directory.clone(),
         lifetime: CERTIFICATES,
     });
-    let (enrolls, limits) = (router(enrollment), Limits::enrollment());
+    let (mut enrolls, limits) = (router(enrollment), Limits::enrollment());
+    if let Some(webhook) = &settings.webhook {
+        enrolls = enrolls.merge(webhook::router(injection(&settings, webhook, &ca)));
+    }
     let enrolling = serve_https(listeners.enroll, identity.clone(), Access::Open, enrolls, limits, stop.clone());
     let _enrolling = AbortOnDropHandle::new(tokio::spawn(enrolling));
 
@@ -211,6 +219,10 @@ pub(super) async fn run_with(
         });
         registry.collect(Census(objects.clone()));
         page.lead(&objects);
+        let _bundle = settings.webhook.is_some().then(|| {
+            let (configuration, ca_pem) = (format!("{}-inject", settings.name), ca.certificate_pem().to_owned());
+            AbortOnDropHandle::new(tokio::spawn(keep_bundle(client.clone(), calls, configuration, ca_pem)))
+        });
         let shared = Arc::new(Shared {
             client,
             calls,
@@ -240,6 +252,19 @@ pub(super) async fn run_with(
         Ok(Ok(LeaseLost::Stopped)) | Err(_) => Ok(()),
         Ok(Ok(lost)) => Err(ControllerError::LeaseLost(lost)),
         Ok(Err(error)) => Err(ControllerError::LeaseLost(LeaseLost::NotRenewed(error.to_string()))),
+    }
+}
+
+/// What the webhook writes: the image and URL are those of ephemeral agents.
+fn injection(settings: &Settings, webhook: &WebhookSettings, ca: &Ca) -> Options {
+    Options {
+        image: settings.agent_image.clone(),
+        image_pull_policy: settings.agent_image_pull_policy.clone(),
+        controller_url: settings.controller_url.clone(),
+        controller_ca: ca.certificate_pem().to_owned(),
+        resources: webhook.resources.clone(),
+        shared_memory: webhook.shared_memory.clone(),
+        image_pull_secrets: webhook.image_pull_secrets.clone(),
     }
 }
 

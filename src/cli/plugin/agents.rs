@@ -13,7 +13,7 @@ use kube::{Api, Client, ResourceExt};
 
 use super::cluster::{Access, within};
 use crate::api::WeightSync;
-use crate::cli::inject::{AGENT_CONTAINER, ROLE_LABEL};
+use crate::inject::{AGENT_CONTAINER, ROLE_LABEL};
 
 /// Port of the controller's status pages.
 pub(super) const CONTROLLER_STATUS: u16 = 8080;

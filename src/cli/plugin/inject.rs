@@ -16,7 +16,7 @@ use kube::api::ListParams;
 use kube::{Api, Client};
 use serde_json::Value;
 
-use crate::cli::inject::{Options, Resources, inject};
+use crate::inject::{Options, Resources, inject};
 
 const DEADLINE: Duration = Duration::from_secs(15);
 
@@ -99,6 +99,7 @@ impl InjectArgs {
                 controller_ca,
                 resources,
                 shared_memory,
+                image_pull_secrets: Vec::new(),
             });
         }
         let found = crate::cli::block_on(async {
@@ -112,6 +113,7 @@ impl InjectArgs {
             controller_ca: found.controller_ca,
             resources,
             shared_memory,
+            image_pull_secrets: Vec::new(),
         })
     }
 }

@@ -26,7 +26,7 @@ use super::agents::{CONTROLLER_STATUS, Operator, agent_of, operator, opted_in, p
 use super::cluster::{Access, ClusterArgs, within};
 use super::forward::get;
 use crate::api::WeightSync;
-use crate::cli::inject::STATUS_PORT;
+use crate::inject::STATUS_PORT;
 use weightsync_agent::command::Output;
 
 /// Longest log of one container in bytes.

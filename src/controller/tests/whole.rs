@@ -56,6 +56,7 @@ impl Controller {
             status_address: any,
             probe_address: any,
             ui,
+            webhook: None,
             otlp_endpoint: otlp_endpoint.to_owned(),
         };
         let lease = LeaseConfig {

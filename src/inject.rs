@@ -1,8 +1,8 @@
-//! `kubectl weightsync inject`: adds the agent to manifests, as a sidecar or as the parent of the container's own command.
+//! Injection: adds the agent to pods and manifests, as a sidecar or as the parent of the container's own command.
 //!
-//! For clusters without MutatingAdmissionPolicy, and for users who want the lines in their repository. Decides which documents hold a pod
-//! template that opts in (label `weightsync.dev/role`) and what is added; the lines are those of the chart's injection policies. It never
-//! calls a cluster and never changes anything else in a document.
+//! `kubectl weightsync inject` and the controller's webhook use it. Decides which documents hold a pod template that opts in (label
+//! `weightsync.dev/role`) and what is added; the lines are those of the chart's injection policies. It never calls a cluster and never
+//! changes anything else in a document.
 
 mod lines;
 mod sidecar;
@@ -10,7 +10,7 @@ mod wrap;
 
 use std::collections::BTreeMap;
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::api::CONTAINER_ANNOTATION;
@@ -45,10 +45,13 @@ pub struct Options {
     pub resources: Resources,
     /// Limit of the volume at /dev/shm that a pod gets.
     pub shared_memory: Option<String>,
+    /// Names of Secrets for pulling the image, added to those that a pod has.
+    pub image_pull_secrets: Vec<String>,
 }
 
 /// Amounts by the names of their resources, as a container has them.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
 pub struct Resources {
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub requests: BTreeMap<String, String>,

@@ -14,6 +14,7 @@ fn options() -> Options {
         controller_ca: "PEM".into(),
         resources: Resources { requests: amounts(&[("cpu", "100m"), ("memory", "64Mi")]), ..Resources::default() },
         shared_memory: None,
+        image_pull_secrets: Vec::new(),
     }
 }
 
@@ -39,6 +40,18 @@ fn limits_and_the_size_of_shared_memory_are_written() {
         assert_eq!(ours["resources"], json!({"requests": {"cpu": "1"}, "limits": {"memory": "8Gi"}}));
         assert_eq!(document["spec"]["volumes"][0]["emptyDir"], json!({"medium": "Memory", "sizeLimit": "16Gi"}));
     }
+}
+
+#[test]
+fn pull_secrets_are_added_to_those_of_the_pod() {
+    let with = Options { image_pull_secrets: vec!["own".into(), "registry".into()], ..options() };
+    let mut document = rollout();
+    document["spec"]["imagePullSecrets"] = json!([{"name": "own"}]);
+    inject(&mut document, &with).unwrap();
+    assert_eq!(document["spec"]["imagePullSecrets"], json!([{"name": "own"}, {"name": "registry"}]));
+    let mut without = rollout();
+    inject(&mut without, &options()).unwrap();
+    assert!(without["spec"].get("imagePullSecrets").is_none());
 }
 
 fn pod(labels: &Value, spec: &Value) -> Value {

@@ -19,6 +19,7 @@ pub(super) struct Volumes {
 pub(super) fn volumes(spec: &mut Map<String, Value>, target: &str, options: &Options) -> Result<Volumes, &'static str> {
     let existing = shm_volume(spec, target);
     let existed = existing.is_some();
+    pull_secrets(spec, options)?;
     let shm = existing.unwrap_or_else(|| "weightsync-shm".to_owned());
     let volumes = array(spec, "volumes").ok_or("spec.volumes")?;
     if !existed {
@@ -31,6 +32,20 @@ pub(super) fn volumes(spec: &mut Map<String, Value>, target: &str, options: &Opt
     let token = json!({"serviceAccountToken": {"audience": "weightsync.dev", "expirationSeconds": 3600, "path": "token"}});
     volumes.push(json!({"name": "weightsync-token", "projected": {"sources": [token]}}));
     Ok(Volumes { shm, existed })
+}
+
+/// Adds the Secrets for pulling the image to those that the pod has.
+fn pull_secrets(spec: &mut Map<String, Value>, options: &Options) -> Result<(), &'static str> {
+    if options.image_pull_secrets.is_empty() {
+        return Ok(());
+    }
+    let present = array(spec, "imagePullSecrets").ok_or("spec.imagePullSecrets")?;
+    for name in &options.image_pull_secrets {
+        if !present.iter().any(|secret| secret.get("name").and_then(Value::as_str) == Some(name)) {
+            present.push(json!({"name": name}));
+        }
+    }
+    Ok(())
 }
 
 /// Many engine pods mount their own /dev/shm: then that volume is shared, not replaced.

@@ -1,0 +1,139 @@
+//! The webhook that adds the agent to pods as they are created, for clusters whose API server has no MutatingAdmissionPolicy.
+//!
+//! Decides the response to one AdmissionReview; [`inject`](crate::inject) decides the lines. Every controller responds, not only the leader.
+//! It never changes a pod without the label, never injects twice, and never calls the API server.
+
+mod bundle;
+#[cfg(test)]
+mod tests;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::body::{Bytes, to_bytes};
+use axum::extract::{Request, State};
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use axum::routing::post;
+use axum::{Json, Router};
+use kube::core::DynamicObject;
+use kube::core::admission::{AdmissionRequest, AdmissionResponse, AdmissionReview, Operation};
+use serde::Deserialize;
+use tokio::sync::Semaphore;
+use tokio::time::timeout;
+
+pub(super) use bundle::{NAME, keep_bundle};
+
+use crate::inject::{Options, Resources, inject};
+
+/// Path of the webhook; the chart's MutatingWebhookConfiguration names it.
+pub(super) const PATH: &str = "/v1/inject";
+/// The longest body of a review: the API server takes requests of at most 3 MiB.
+const BODY: usize = 3 << 20;
+/// All bodies that are read at once, in KiB: callers need no certificate, and the controller has little memory.
+const BODIES: usize = 12 << 10;
+/// Below the 5 seconds of the chart's `timeoutSeconds`, so that the caller learns the cause.
+const DEADLINE: Duration = Duration::from_secs(4);
+
+/// What the injected lines contain beyond what the controller knows. The chart gives it as JSON.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields, default)]
+pub struct WebhookSettings {
+    /// Requests and limits of the added containers.
+    pub resources: Resources,
+    /// Limit of the volume at /dev/shm that a pod gets.
+    pub shared_memory: Option<String>,
+    /// Names of Secrets for pulling the image.
+    pub image_pull_secrets: Vec<String>,
+}
+
+struct Webhook {
+    options: Options,
+    bodies: Semaphore,
+}
+
+/// The route of the webhook, for the enrolment server's listener.
+pub(super) fn router(options: Options) -> Router {
+    Router::new().route(PATH, post(answer)).with_state(Arc::new(Webhook { options, bodies: Semaphore::new(BODIES) }))
+}
+
+/// Why a request is no review that can be answered. The API server then refuses the pod, with this text.
+#[derive(Debug, thiserror::Error)]
+enum ReviewError {
+    #[error("the request has no Content-Length: send the body's length")]
+    Unmeasured,
+    #[error("the body has {0} bytes; at most {BODY} are read")]
+    TooLarge(usize),
+    #[error("the body could not be read: {0}")]
+    Unread(#[from] axum::Error),
+    #[error("the request was not answered within {DEADLINE:?}: the controller has too many at once; create the pod again")]
+    Late,
+    #[error("the body is no AdmissionReview of admission.k8s.io/v1: {0}")]
+    Unreadable(String),
+    #[error("the response cannot be written: {0}")]
+    Unwritable(String),
+}
+
+impl IntoResponse for ReviewError {
+    fn into_response(self) -> Response {
+        let status = match &self {
+            Self::Unmeasured => StatusCode::LENGTH_REQUIRED,
+            Self::TooLarge(_) => StatusCode::PAYLOAD_TOO_LARGE,
+            Self::Late => StatusCode::SERVICE_UNAVAILABLE,
+            Self::Unread(_) | Self::Unreadable(_) => StatusCode::BAD_REQUEST,
+            Self::Unwritable(_) => StatusCode::INTERNAL_SERVER_ERROR,
+        };
+        (status, self.to_string()).into_response()
+    }
+}
+
+async fn answer(State(webhook): State<Arc<Webhook>>, request: Request) -> Response {
+    let reviewed = timeout(DEADLINE, read_and_review(&webhook, request)).await.unwrap_or(Err(ReviewError::Late));
+    let mut response = match reviewed {
+        Ok(review) => Json(review).into_response(),
+        Err(error) => {
+            tracing::warn!(%error, "an admission review was not answered");
+            error.into_response()
+        }
+    };
+    // The server closes idle connections of callers without a certificate: a request on one that just closes would fail.
+    response.headers_mut().insert(header::CONNECTION, header::HeaderValue::from_static("close"));
+    response
+}
+
+async fn read_and_review(webhook: &Webhook, request: Request) -> Result<AdmissionReview<DynamicObject>, ReviewError> {
+    let length = request.headers().get(header::CONTENT_LENGTH).and_then(|length| length.to_str().ok()?.parse::<usize>().ok());
+    let length = length.ok_or(ReviewError::Unmeasured)?;
+    if length > BODY {
+        return Err(ReviewError::TooLarge(length));
+    }
+    let share = u32::try_from(length.div_ceil(1 << 10)).unwrap_or(u32::MAX);
+    let _share = webhook.bodies.acquire_many(share).await.map_err(|_| ReviewError::Late)?;
+    let body = to_bytes(request.into_body(), length).await?;
+    review(&body, &webhook.options)
+}
+
+/// The response to the review in this body.
+fn review(body: &Bytes, options: &Options) -> Result<AdmissionReview<DynamicObject>, ReviewError> {
+    let unreadable = |cause: &dyn std::fmt::Display| ReviewError::Unreadable(cause.to_string());
+    let review: AdmissionReview<DynamicObject> = serde_json::from_slice(body).map_err(|cause| unreadable(&cause))?;
+    if (review.types.kind.as_str(), review.types.api_version.as_str()) != ("AdmissionReview", "admission.k8s.io/v1") {
+        return Err(unreadable(&format!("it is a {} of {}", review.types.kind, review.types.api_version)));
+    }
+    let request: AdmissionRequest<DynamicObject> = review.try_into().map_err(|_| unreadable(&"it has no request"))?;
+    let response = AdmissionResponse::from(&request);
+    let pod = (request.kind.group.as_str(), request.kind.kind.as_str()) == ("", "Pod");
+    let whole = request.sub_resource.as_deref().unwrap_or_default().is_empty();
+    let Some(object) = request.object.filter(|_| pod && whole && request.operation == Operation::Create) else {
+        return Ok(response.into_review());
+    };
+    let unwritable = |cause: &dyn std::fmt::Display| ReviewError::Unwritable(cause.to_string());
+    let before = serde_json::to_value(object).map_err(|cause| unwritable(&cause))?;
+    let mut after = before.clone();
+    let response = match inject(&mut after, options) {
+        Err(cause) => response.deny(cause),
+        Ok(injected) if injected.templates == 0 => response,
+        Ok(_) => response.with_patch(json_patch::diff(&before, &after)).map_err(|cause| unwritable(&cause))?,
+    };
+    Ok(response.into_review())
+}
