@@ -53,12 +53,27 @@ pub(super) fn unwrapped(pod: &Pod) -> Option<String> {
     }
     let name = pod.metadata.name.as_deref().unwrap_or_default();
     Some(if says == Some("wrap") {
-        format!("pod {name} has the annotation to be wrapped, but was created before the chart's admission policy existed: recreate it")
+        format!("pod {name} has the annotation to be wrapped, but was created before the chart could inject it: recreate it")
     } else {
         format!(
             "pod {name} is not wrapped: put the annotation {INJECT}: wrap into its template, with the container's command, and recreate it"
         )
     })
+}
+
+/// The message for a pod that has the label and got no agent when it was created. `None` if it has one, opts out by its annotation, or
+/// terminates.
+pub(super) fn uninjected(pod: &Pod) -> Option<String> {
+    let spec = pod.spec.as_ref().filter(|_| pod.metadata.deletion_timestamp.is_none())?;
+    let opts_out = pod.metadata.annotations.iter().flatten().any(|(key, value)| key == INJECT && value == "false");
+    if opts_out || has(spec, &INJECTED) || launches(pod) > 0 {
+        return None;
+    }
+    let name = pod.metadata.name.as_deref().unwrap_or_default();
+    Some(format!(
+        "pod {name} has the label and no agent: it was created before the chart could inject it, or in a namespace where the chart does not; \
+         recreate it, or add the agent to its template with `kubectl weightsync inject`"
+    ))
 }
 
 fn has(spec: &PodSpec, names: &[&str]) -> bool {

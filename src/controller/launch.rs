@@ -1,4 +1,4 @@
-//! Adds agents to running pods as ephemeral containers, if the object requests that, and reports pods that should have been wrapped.
+//! Adds agents to running pods as ephemeral containers, if the object requests that, and reports pods that should have been injected.
 //! `ephemeral` decides; this file acts and reports.
 
 use std::collections::HashMap;
@@ -13,11 +13,12 @@ use tokio::time::Instant;
 
 use super::calls::ApiError;
 use super::decide::{Decided, target_container};
-use super::ephemeral::{Need, Recipe, addresses, container, key_not_allowed, launches, need, unwrapped};
+use super::ephemeral::{Need, Recipe, addresses, container, key_not_allowed, launches, need, uninjected, unwrapped};
 use super::events::ObjectEvents;
 use super::pods::Pods;
 use crate::api::{Launch, SecretKey, WeightSync};
 use weightsync_coordinator::{CoordinatorEvent, EventSink, ProvenPod, SingleUseTokens};
+use weightsync_core::membership::MembershipView;
 use weightsync_core::plan::Candidate;
 use weightsync_core::protocol::{MemberName, Reason, Role};
 
@@ -85,6 +86,7 @@ impl Launcher {
         pods: &[Arc<Pod>],
         writes: &Pods,
         events: &ObjectEvents,
+        view: &MembershipView,
     ) -> Result<Launched, ApiError> {
         let mut launched = Launched::default();
         if object.spec.suspend {
@@ -100,7 +102,16 @@ impl Launcher {
                 launched.problems.dedup();
                 return Ok(launched);
             }
-            Launch::Sidecar | Launch::External => return Ok(launched),
+            // So can only admission add a sidecar. A pod from which an agent has announced itself got one in another way.
+            Launch::Sidecar => {
+                let silent = view.members.iter().filter(|member| member.incarnation.is_none() && member.reason == Reason::AgentMissing);
+                let heads = silent.filter_map(|member| member.pods.first());
+                let pods = heads.filter_map(|head| pods.iter().find(|pod| pod.uid().as_deref() == Some(&head.uid)));
+                launched.problems = pods.filter_map(|pod| uninjected(pod)).map(|message| (Reason::AgentMissing, message)).collect();
+                launched.problems.dedup();
+                return Ok(launched);
+            }
+            Launch::External => return Ok(launched),
         }
         let mut last = None;
         for candidate in &decided.members.0 {

@@ -128,7 +128,7 @@ impl ScopeContext {
         let view = shared.objects.follow(object, &decided, term, &self.scope);
 
         let writes = Pods::new(shared.client.clone(), shared.calls, &namespace);
-        let launched = shared.launcher.launch(object, &decided, &pods, &writes, &shared.objects.events_of(object)).await;
+        let launched = shared.launcher.launch(object, &decided, &pods, &writes, &shared.objects.events_of(object), &view).await;
         let gates = self.open_gates(object, &view, &pods, &writes).await;
         let (replaced, wedged) = self.replace_wedged(object, &view, &pods, &writes).await;
         let mut problems = launched.as_ref().map_or_else(|_| Vec::new(), |launched| launched.problems.clone());

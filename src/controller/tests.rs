@@ -13,4 +13,5 @@ mod reports;
 mod takeover;
 mod tokens;
 mod traces;
+mod webhook;
 mod whole;

@@ -16,13 +16,16 @@ use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::post;
 use axum::{Json, Router};
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
 use kube::core::DynamicObject;
 use kube::core::admission::{AdmissionRequest, AdmissionResponse, AdmissionReview, Operation};
 use serde::Deserialize;
+use serde_json::{Value, json};
 use tokio::sync::Semaphore;
 use tokio::time::timeout;
 
-pub(super) use bundle::{NAME, keep_bundle};
+pub(super) use bundle::keep_bundle;
 
 use crate::inject::{Options, Resources, inject};
 
@@ -71,7 +74,7 @@ enum ReviewError {
     #[error("the body is no AdmissionReview of admission.k8s.io/v1: {0}")]
     Unreadable(String),
     #[error("the response cannot be written: {0}")]
-    Unwritable(String),
+    Unwritable(#[from] serde_json::Error),
 }
 
 impl IntoResponse for ReviewError {
@@ -101,7 +104,7 @@ async fn answer(State(webhook): State<Arc<Webhook>>, request: Request) -> Respon
     response
 }
 
-async fn read_and_review(webhook: &Webhook, request: Request) -> Result<AdmissionReview<DynamicObject>, ReviewError> {
+async fn read_and_review(webhook: &Webhook, request: Request) -> Result<Value, ReviewError> {
     let length = request.headers().get(header::CONTENT_LENGTH).and_then(|length| length.to_str().ok()?.parse::<usize>().ok());
     let length = length.ok_or(ReviewError::Unmeasured)?;
     if length > BODY {
@@ -114,7 +117,7 @@ async fn read_and_review(webhook: &Webhook, request: Request) -> Result<Admissio
 }
 
 /// The response to the review in this body.
-fn review(body: &Bytes, options: &Options) -> Result<AdmissionReview<DynamicObject>, ReviewError> {
+fn review(body: &Bytes, options: &Options) -> Result<Value, ReviewError> {
     let unreadable = |cause: &dyn std::fmt::Display| ReviewError::Unreadable(cause.to_string());
     let review: AdmissionReview<DynamicObject> = serde_json::from_slice(body).map_err(|cause| unreadable(&cause))?;
     if (review.types.kind.as_str(), review.types.api_version.as_str()) != ("AdmissionReview", "admission.k8s.io/v1") {
@@ -125,15 +128,21 @@ fn review(body: &Bytes, options: &Options) -> Result<AdmissionReview<DynamicObje
     let pod = (request.kind.group.as_str(), request.kind.kind.as_str()) == ("", "Pod");
     let whole = request.sub_resource.as_deref().unwrap_or_default().is_empty();
     let Some(object) = request.object.filter(|_| pod && whole && request.operation == Operation::Create) else {
-        return Ok(response.into_review());
+        return Ok(serde_json::to_value(response.into_review())?);
     };
-    let unwritable = |cause: &dyn std::fmt::Display| ReviewError::Unwritable(cause.to_string());
-    let before = serde_json::to_value(object).map_err(|cause| unwritable(&cause))?;
+    let before = serde_json::to_value(object)?;
     let mut after = before.clone();
-    let response = match inject(&mut after, options) {
-        Err(cause) => response.deny(cause),
-        Ok(injected) if injected.templates == 0 => response,
-        Ok(_) => response.with_patch(json_patch::diff(&before, &after)).map_err(|cause| unwritable(&cause))?,
-    };
-    Ok(response.into_review())
+    match inject(&mut after, options) {
+        Err(cause) => Ok(serde_json::to_value(response.deny(cause).into_review())?),
+        Ok(_) => {
+            let mut review = serde_json::to_value(response.into_review())?;
+            if after != before {
+                // Kubernetes documents base64; kube would write a list of numbers.
+                let patch = STANDARD.encode(serde_json::to_vec(&json_patch::diff(&before, &after))?);
+                review["response"]["patchType"] = json!("JSONPatch");
+                review["response"]["patch"] = json!(patch);
+            }
+            Ok(review)
+        }
+    }
 }

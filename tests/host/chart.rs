@@ -27,23 +27,32 @@ fn helm() -> PathBuf {
 }
 
 fn template(values: &Value, version: &str) -> Output {
-    template_of(Path::new(CHART), values, version)
+    template_of(Path::new(CHART), values, version, &[])
 }
 
-fn template_of(chart: &Path, values: &Value, version: &str) -> Output {
+/// Renders for a cluster of a version that also serves these APIs.
+fn template_of(chart: &Path, values: &Value, version: &str, apis: &[&str]) -> Output {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("values.yaml");
     std::fs::write(&file, values.to_string()).unwrap();
     let mut command = Command::new(helm());
     command.args(["template", "ws"]).arg(chart);
     command.args(["--namespace", "sys", "--kube-version", version, "--values"]).arg(file);
+    for api in apis {
+        command.args(["--api-versions", api]);
+    }
     command.env("HELM_CACHE_HOME", folder.path()).env("HELM_CONFIG_HOME", folder.path()).env("HELM_DATA_HOME", folder.path());
     command.output().unwrap()
 }
 
 /// Objects that the chart makes of these values.
 fn render(values: &Value) -> Vec<Value> {
-    let output = template(values, "1.36.3");
+    render_for(values, "1.36.3", &[])
+}
+
+/// The same, for a cluster of a version that also serves these APIs.
+fn render_for(values: &Value, version: &str, apis: &[&str]) -> Vec<Value> {
+    let output = template_of(Path::new(CHART), values, version, apis);
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let text = String::from_utf8(output.stdout).unwrap();
     let documents: Vec<Value> = serde_saphyr::from_multiple(&text).unwrap_or_else(|error| panic!("{error}: {text}"));
@@ -292,6 +301,7 @@ fn values_that_make_no_sense_are_refused_by_name() {
         (json!({"watchNamespaces": ["Not A Name"]}), "watchNamespaces"),
         (json!({"networkPolicy": {"metricsFrom": [{}]}}), "metricsFrom"),
         (json!({"networkPolicy": {"apiServerPorts": [0]}}), "apiServerPorts"),
+        (json!({"injection": {"method": "Sidecar"}}), "method"),
         (json!({"injection": {"resources": {"claims": []}}}), "claims"),
         (json!({"injection": {"resources": {"limits": {"memory": "much"}}}}), "memory"),
         (json!({"injection": {"sharedMemory": {"sizeLimit": "8 GiB"}}}), "sizeLimit"),
@@ -401,12 +411,112 @@ fn pull_secrets_of_injected_pods_are_added_to_their_own() {
     assert!(!without.contains("imagePullSecrets"), "those of the controller are in another namespace: {without}");
 }
 
+/// The beta API of the policy, as Kubernetes 1.34 and 1.35 may serve it.
+const BETA: &str = "admissionregistration.k8s.io/v1beta1/MutatingAdmissionPolicy";
+
+#[test]
+fn auto_takes_the_policy_where_the_cluster_serves_it() {
+    let method = |method: &str| json!({"injection": {"method": method}});
+    for (values, version, apis, policies, webhooks) in [
+        (json!({}), "1.36.3", [].as_slice(), 2, 0),
+        (json!({}), "1.35.0", &[], 0, 1),
+        (json!({}), "1.34.0", &[BETA], 2, 0),
+        (method("Auto"), "1.33.0", &[], 0, 1),
+        (method("Policy"), "1.36.3", &[], 2, 0),
+        (method("Policy"), "1.34.0", &[BETA], 2, 0),
+        (method("Webhook"), "1.36.3", &[], 0, 1),
+        (json!({"injection": {"enabled": false, "method": "Webhook"}}), "1.33.0", &[], 0, 0),
+    ] {
+        let objects = render_for(&values, version, apis);
+        let found = |kind: &str| of(&objects, kind).len();
+        let kinds = ["MutatingAdmissionPolicy", "MutatingAdmissionPolicyBinding", "MutatingWebhookConfiguration"];
+        assert_eq!(kinds.map(found), [policies, policies, webhooks], "{values} on {version} with {apis:?}");
+        // The controller serves what is configured, and may write into it.
+        let args = controller(&objects, "ws-weightsync")["spec"]["containers"][0]["args"].to_string();
+        assert_eq!(args.contains("--inject="), webhooks == 1, "{args}");
+        let rules = named(&objects, "ClusterRole", "ws-weightsync")["rules"].to_string();
+        assert_eq!(rules.contains("mutatingwebhookconfigurations"), webhooks == 1, "{rules}");
+        // A pod that asks to be wrapped and was not is refused in any case.
+        let validations =
+            of(&objects, "ValidatingAdmissionPolicy").iter().filter(|one| one["metadata"]["name"] == "ws-weightsync-wrap").count();
+        assert_eq!(validations, usize::from(policies + webhooks > 0));
+    }
+    let lacks = template(&method("Policy"), "1.35.0");
+    let why = String::from_utf8(lacks.stderr).unwrap();
+    assert!(!lacks.status.success() && why.contains("set it to Auto or Webhook"), "{why}");
+}
+
+#[test]
+fn webhook_acts_on_labelled_pods_of_watched_namespaces_only() {
+    let namespaces = |values: &Value| {
+        let objects = render(values);
+        let configuration = named(&objects, "MutatingWebhookConfiguration", "ws-weightsync-inject");
+        assert_eq!(configuration["webhooks"].as_array().map(Vec::len), Some(1));
+        let webhook = configuration["webhooks"][0].clone();
+        let fields = ["name", "failurePolicy", "timeoutSeconds", "sideEffects", "reinvocationPolicy"].map(|field| webhook[field].clone());
+        assert_eq!(json!(fields), json!(["inject.weightsync.dev", "Fail", 5, "None", "Never"]));
+        let pods =
+            json!([{"apiGroups": [""], "apiVersions": ["v1"], "operations": ["CREATE"], "resources": ["pods"], "scope": "Namespaced"}]);
+        assert_eq!(webhook["rules"], pods);
+        let labelled = json!([{"key": "weightsync.dev/role", "operator": "In", "values": ["trainer", "rollout"]}]);
+        assert_eq!(webhook["objectSelector"]["matchExpressions"], labelled);
+        let service = json!({"service": {"name": "ws-weightsync", "namespace": "sys", "port": 8443, "path": "/v1/inject"}});
+        assert_eq!(webhook["clientConfig"], service, "the controller writes the certificate: an upgrade must not");
+        let ports = &named(&objects, "Service", "ws-weightsync")["spec"]["ports"];
+        assert!(ports.as_array().unwrap().iter().any(|port| port["port"] == 8443), "{ports}");
+        webhook["namespaceSelector"]["matchExpressions"].clone()
+    };
+    let name = "kubernetes.io/metadata.name";
+    let all = json!({"injection": {"method": "Webhook"}});
+    assert_eq!(namespaces(&all), json!([{"key": name, "operator": "NotIn", "values": ["kube-system", "sys"]}]));
+    let some = json!({"injection": {"method": "Webhook"}, "watchNamespaces": ["rl", "dev"]});
+    assert_eq!(namespaces(&some), json!([{"key": name, "operator": "In", "values": ["rl", "dev"]}]));
+    let right = json!({"apiGroups": ["admissionregistration.k8s.io"], "resources": ["mutatingwebhookconfigurations"],
+        "resourceNames": ["ws-weightsync-inject"], "verbs": ["get", "patch"]});
+    assert!(named(&render(&some), "ClusterRole", "ws-weightsync")["rules"].as_array().unwrap().contains(&right), "by name only");
+}
+
+#[test]
+fn webhook_adds_what_the_values_of_injection_set() {
+    let settings = |injection: Value| -> Value {
+        let mut values = json!({"injection": injection});
+        values["injection"]["method"] = json!("Webhook");
+        let args = controller(&render(&values), "ws-weightsync")["spec"]["containers"][0]["args"].clone();
+        let text = args.as_array().unwrap().iter().find_map(|arg| arg.as_str()?.strip_prefix("--inject=")).unwrap().to_owned();
+        serde_json::from_str(&text).unwrap()
+    };
+    let defaults = json!({"imagePullSecrets": [], "resources": {"requests": {"cpu": "100m", "memory": "64Mi"}, "limits": {}}});
+    assert_eq!(settings(json!({})), defaults);
+    let all = settings(json!({
+        "resources": {"requests": {"cpu": 1, "memory": null}, "limits": {"nvidia.com/gpu": 1}},
+        "sharedMemory": {"sizeLimit": "16Gi"},
+        "imagePullSecrets": [{"name": "one"}, {"name": "two"}],
+    }));
+    let expected = json!({
+        "resources": {"requests": {"cpu": "1"}, "limits": {"nvidia.com/gpu": "1"}},
+        "sharedMemory": "16Gi",
+        "imagePullSecrets": ["one", "two"],
+    });
+    assert_eq!(all, expected);
+    assert_eq!(settings(json!({"resources": {"requests": null}}))["resources"]["requests"], json!({}));
+}
+
+#[test]
+fn api_server_may_reach_the_webhook_through_the_policy() {
+    let open = |method: &str| {
+        let objects = render(&json!({"injection": {"method": method}, "networkPolicy": {"controller": {"enabled": true}}}));
+        let rules = named(&objects, "NetworkPolicy", "ws-weightsync")["spec"]["ingress"].clone();
+        rules.as_array().unwrap().contains(&json!({"ports": [{"port": "enroll", "protocol": "TCP"}]}))
+    };
+    assert!(open("Webhook") && !open("Policy"));
+}
+
 #[test]
 fn chart_from_a_git_source_renders_without_its_repository() {
     let folder = tempfile::tempdir().unwrap();
     let copied = folder.path().join("weightsync");
     copy_files(Path::new(CHART), &copied);
-    let (alone, here) = (template_of(&copied, &everything(), "1.36.3"), template(&everything(), "1.36.3"));
+    let (alone, here) = (template_of(&copied, &everything(), "1.36.3", &[]), template(&everything(), "1.36.3"));
     assert!(alone.status.success(), "{}", String::from_utf8_lossy(&alone.stderr));
     assert!(alone.stdout == here.stdout, "the chart renders otherwise without the repository");
 }
@@ -453,6 +563,7 @@ fn each_value() -> BTreeMap<&'static str, Value> {
         ("imagePullSecrets", json!([{"name": "registry"}])),
         ("injection.enabled", json!(false)),
         ("injection.imagePullSecrets", json!([{"name": "registry"}])),
+        ("injection.method", json!("Webhook")),
         ("injection.resources.limits", json!({"memory": "1Gi"})),
         ("injection.resources.requests", json!({"memory": "1Gi"})),
         ("injection.sharedMemory.sizeLimit", json!("1Gi")),
@@ -568,6 +679,7 @@ fn as_known(object: &Value) -> Option<Result<Value, serde_json::Error>> {
         "Deployment" => as_type::<Deployment>,
         "MutatingAdmissionPolicy" => as_type::<mutating::MutatingAdmissionPolicy>,
         "MutatingAdmissionPolicyBinding" => as_type::<mutating::MutatingAdmissionPolicyBinding>,
+        "MutatingWebhookConfiguration" => as_type::<admission::MutatingWebhookConfiguration>,
         "NetworkPolicy" => as_type::<NetworkPolicy>,
         "PodDisruptionBudget" => as_type::<PodDisruptionBudget>,
         "Role" => as_type::<rbac::Role>,
@@ -592,7 +704,8 @@ fn rendered_fields_are_all_known_to_kubernetes() {
             values[field] = value;
         }
     }
-    for object in render(&values).into_iter().chain(render(&json!({}))) {
+    let webhook = render(&json!({"injection": {"method": "Webhook"}, "networkPolicy": {"controller": {"enabled": true}}}));
+    for object in render(&values).into_iter().chain(render(&json!({}))).chain(webhook) {
         let Some(known) = as_known(&object) else { continue };
         let known = known.unwrap_or_else(|error| panic!("{} {}: {error}", object["kind"], object["metadata"]["name"]));
         let mut found = Vec::new();

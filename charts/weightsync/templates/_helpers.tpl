@@ -78,6 +78,34 @@ app.kubernetes.io/component: controller
 {{- end -}}
 {{- end -}}
 
+{{/* How agents come into new pods: Policy, Webhook, or empty where injection is off. */}}
+{{- define "weightsync.injection.method" -}}
+{{- $served := include "weightsync.injection.version" . -}}
+{{- if not .Values.injection.enabled -}}
+{{- else if eq .Values.injection.method "Auto" -}}
+{{ empty $served | ternary "Webhook" "Policy" }}
+{{- else if and (eq .Values.injection.method "Policy") (not $served) -}}
+{{- fail "injection.method is Policy, and the cluster serves no MutatingAdmissionPolicy: set it to Auto or Webhook (helm template: --kube-version and --api-versions describe the cluster)" -}}
+{{- else -}}
+{{ .Values.injection.method }}
+{{- end -}}
+{{- end -}}
+
+{{/* JSON: what the controller's webhook adds beyond what the controller knows (WebhookSettings in src/controller/webhook.rs). */}}
+{{- define "weightsync.injection.settings" -}}
+{{- $settings := dict "resources" (dict) -}}
+{{- range $kind := list "requests" "limits" -}}
+{{- $amounts := dict -}}
+{{- range $name, $amount := index $.Values.injection.resources $kind -}}{{- $_ := set $amounts $name (toString $amount) -}}{{- end -}}
+{{- $_ := set $settings.resources $kind $amounts -}}
+{{- end -}}
+{{- with .Values.injection.sharedMemory.sizeLimit -}}{{- $_ := set $settings "sharedMemory" (toString .) -}}{{- end -}}
+{{- $names := list -}}
+{{- range .Values.injection.imagePullSecrets -}}{{- $names = append $names .name -}}{{- end -}}
+{{- $_ := set $settings "imagePullSecrets" $names -}}
+{{ toJson $settings }}
+{{- end -}}
+
 {{/* Pods that opt in by label, when they are created, in the namespaces that are watched. */}}
 {{- define "weightsync.injection.constraints" -}}
 matchConstraints:

@@ -52,6 +52,9 @@ pub struct InjectArgs {
     /// Limit of the volume at /dev/shm that a pod gets if it mounts none of its own. Default: none.
     #[arg(long)]
     shm_limit: Option<String>,
+    /// Secret for pulling the image, added to those of the pod; may be given several times. It must exist in the pod's namespace.
+    #[arg(long = "image-pull-secret", value_name = "NAME")]
+    image_pull_secrets: Vec<String>,
 }
 
 impl InjectArgs {
@@ -99,7 +102,7 @@ impl InjectArgs {
                 controller_ca,
                 resources,
                 shared_memory,
-                image_pull_secrets: Vec::new(),
+                image_pull_secrets: self.image_pull_secrets.clone(),
             });
         }
         let found = crate::cli::block_on(async {
@@ -113,7 +116,7 @@ impl InjectArgs {
             controller_ca: found.controller_ca,
             resources,
             shared_memory,
-            image_pull_secrets: Vec::new(),
+            image_pull_secrets: self.image_pull_secrets.clone(),
         })
     }
 }

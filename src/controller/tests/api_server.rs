@@ -42,7 +42,9 @@ fn granted() -> &'static [Right] {
         let words = |rule: &Value, field: &str| -> Vec<String> {
             rule[field].as_array().into_iter().flatten().map(|word| word.as_str().unwrap().to_owned()).collect()
         };
-        let mut rights = Vec::new();
+        // The chart grants these where the controller serves the webhook (tests/host/chart.rs).
+        let webhook = |verb: &str| (verb.to_owned(), "mutatingwebhookconfigurations".to_owned(), vec!["weightsync-inject".to_owned()]);
+        let mut rights = vec![webhook("get"), webhook("patch")];
         for rule in documents.iter().filter(ours).flat_map(|role| role["rules"].as_array().unwrap()) {
             for resource in words(rule, "resources") {
                 rights.extend(words(rule, "verbs").into_iter().map(|verb| (verb, resource.clone(), words(rule, "resourceNames"))));

@@ -5,7 +5,7 @@ use k8s_openapi::jiff::Timestamp;
 use serde_json::{Value, json};
 
 use super::fixtures::{plain, pod};
-use crate::controller::ephemeral::{MAX_LAUNCHES, Need, Recipe, container, need, unwrapped};
+use crate::controller::ephemeral::{MAX_LAUNCHES, Need, Recipe, container, need, uninjected, unwrapped};
 
 fn now() -> Timestamp {
     "2026-01-01T01:00:00Z".parse().unwrap()
@@ -135,4 +135,21 @@ fn pod_that_lacks_its_wrapper_is_named_with_the_remedy() {
     assert!(unwrapped(&sidecar).is_some(), "a sidecar shares no GPU");
     let early = unwrapped(&pod("actor-0", annotated("wrap"))).unwrap();
     assert!(early.contains("recreate it"), "{early}");
+}
+
+#[test]
+fn labelled_pod_without_an_agent_is_named_with_the_remedy() {
+    let message = uninjected(&plain("actor-0")).unwrap();
+    assert!(
+        message.contains("pod actor-0") && message.contains("recreate it") && message.contains("kubectl weightsync inject"),
+        "{message}"
+    );
+    for container in ["weightsync-agent", "weightsync-program"] {
+        let injected = pod("actor-0", |pod| pod["spec"]["initContainers"] = json!([{"name": container}]));
+        assert_eq!(uninjected(&injected), None, "{container}");
+    }
+    assert_eq!(uninjected(&with_agents(&[json!({"running": {"startedAt": "2026-01-01T00:00:00Z"}})])), None, "it has an ephemeral agent");
+    let opts_out = pod("actor-0", |pod| pod["metadata"]["annotations"] = json!({"weightsync.dev/inject": "false"}));
+    assert_eq!(uninjected(&opts_out), None, "it starts its agent itself");
+    assert_eq!(uninjected(&pod("actor-0", |pod| pod["metadata"]["deletionTimestamp"] = json!("2026-01-01T00:00:00Z"))), None);
 }

@@ -206,7 +206,7 @@ async fn a_collector_that_does_not_answer_costs_traces_and_no_time() {
 async fn a_collector_gets_a_trace_of_every_attempt() {
     let (endpoint, mut posts) = collector(Vec::new()).await;
     let server = cluster();
-    let controller = Controller::start_at(&server, Ui::Local, &endpoint).await;
+    let controller = Controller::start_at(&server, Ui::Local, &endpoint, None).await;
     let agents = all_agents(&server, &controller).await;
     server.until("ready", is_ready).await;
     two_attempts(&server, &controller, &agents).await;

@@ -11,10 +11,10 @@ use tokio_util::sync::CancellationToken;
 
 use super::api_server::{ApiServer, Mode, projected_token};
 use super::fixtures;
-use crate::controller::Ui;
 use crate::controller::lease::{LeaseConfig, LeaseLost};
 use crate::controller::readiness::GATE;
 use crate::controller::run::{ControllerError, Listeners, Settings, run_with};
+use crate::controller::{Ui, WebhookSettings};
 use weightsync_core::protocol::{MemberPhase, Role};
 use weightsync_net::identity::Identity;
 use weightsync_testkit::fake_agent::{FakeAgent, Pod, enroll};
@@ -34,11 +34,11 @@ impl Controller {
     }
 
     pub(super) async fn start_with(server: &ApiServer, ui: Ui) -> Self {
-        Self::start_at(server, ui, "").await
+        Self::start_at(server, ui, "", None).await
     }
 
-    /// One that sends traces to a collector.
-    pub(super) async fn start_at(server: &ApiServer, ui: Ui, otlp_endpoint: &str) -> Self {
+    /// One that sends traces to a collector, or serves the webhook.
+    pub(super) async fn start_at(server: &ApiServer, ui: Ui, otlp_endpoint: &str, webhook: Option<WebhookSettings>) -> Self {
         let any: SocketAddr = "127.0.0.1:0".parse().unwrap();
         let bind = || async { TcpListener::bind(any).await.unwrap() };
         let listeners = Listeners { enroll: bind().await, status: bind().await, probes: bind().await };
@@ -56,7 +56,7 @@ impl Controller {
             status_address: any,
             probe_address: any,
             ui,
-            webhook: None,
+            webhook,
             otlp_endpoint: otlp_endpoint.to_owned(),
         };
         let lease = LeaseConfig {

@@ -40,8 +40,9 @@ pub(in super::super) async fn keep_bundle(client: Client, calls: Calls, configur
 async fn write(api: &Api<MutatingWebhookConfiguration>, calls: Calls, name: &str, ca_pem: &str) -> Result<bool, ApiError> {
     let found = calls.run(format!("read MutatingWebhookConfiguration {name}"), api.get(name)).await?;
     let Some(patch) = change(&found, ca_pem) else { return Ok(false) };
-    let patched = api.patch(name, &PatchParams::default(), &Patch::Strategic(patch));
-    calls.run(format!("write the authority into MutatingWebhookConfiguration {name}"), patched).await?;
+    let (parameters, patch) = (PatchParams::default(), Patch::Strategic(patch));
+    let what = format!("write the authority into MutatingWebhookConfiguration {name}");
+    calls.run(what, api.patch(name, &parameters, &patch)).await?;
     Ok(true)
 }
 

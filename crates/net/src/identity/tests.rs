@@ -137,3 +137,19 @@ fn statement_of_a_rollout_or_a_stranger_proves_nothing() {
     assert!(matches!(reader.check(&borrowed, "ws-1"), Err(StatementError::Signature)));
     assert!(ca.issue(&PeerIdentity::Controller, HOUR).unwrap().state(&held(), "l", 3).is_err());
 }
+
+#[test]
+fn only_the_controllers_certificate_has_its_services_name() {
+    let service = "weightsync.system.svc";
+    let ca = Ca::generate().unwrap().serving(vec![service.to_owned()]);
+    for (who, expected) in [(PeerIdentity::Controller, true), (agent("ws-1", "pod-1"), false)] {
+        let identity = Identity::new(ca.certificate_pem()).unwrap();
+        let pem = ca.sign(&identity.csr_pem().unwrap(), &who, HOUR).unwrap();
+        assert_eq!(identity.install(&pem).unwrap(), who, "the name changes no identity");
+        let (_, pem) = x509_parser::pem::parse_x509_pem(pem.as_bytes()).unwrap();
+        let certificate = pem.parse_x509().unwrap();
+        let names = certificate.subject_alternative_name().unwrap().unwrap();
+        let has = names.value.general_names.contains(&x509_parser::extensions::GeneralName::DNSName(service));
+        assert_eq!(has, expected, "{who:?}");
+    }
+}
