@@ -502,6 +502,29 @@ fn webhook_adds_what_the_values_of_injection_set() {
 }
 
 #[test]
+fn notes_name_the_way_of_injection_in_force() {
+    let folder = tempfile::tempdir().unwrap();
+    let copied = folder.path().join("weightsync");
+    copy_files(Path::new(CHART), &copied);
+    // Without a cluster, helm prints no notes: here they are a value of an object.
+    let notes = std::fs::read_to_string(Path::new(CHART).join("templates/NOTES.txt")).unwrap();
+    let notes: String = notes.lines().map(|line| format!("  {line}\n")).collect();
+    std::fs::write(copied.join("templates/notes.yaml"), format!("---\nkind: Notes\nmetadata: {{name: notes}}\nnotes: |\n{notes}")).unwrap();
+    for (values, version, part) in [
+        (json!({}), "1.36.3", "by: the cluster's MutatingAdmissionPolicy (injection.method is Auto)"),
+        (json!({}), "1.35.0", "by: the controller's webhook (injection.method is Auto)"),
+        (json!({"injection": {"method": "Webhook"}}), "1.36.3", "by: the controller's webhook (injection.method is Webhook)"),
+        (json!({"injection": {"enabled": false}}), "1.36.3", "Injection is off"),
+    ] {
+        let output = template_of(&copied, &values, version, &[]);
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let objects: Vec<Value> = serde_saphyr::from_multiple(&String::from_utf8(output.stdout).unwrap()).unwrap();
+        let text = named(&objects, "Notes", "notes")["notes"].as_str().unwrap().to_owned();
+        assert!(text.contains(part), "{part}: {text}");
+    }
+}
+
+#[test]
 fn api_server_may_reach_the_webhook_through_the_policy() {
     let open = |method: &str| {
         let objects = render(&json!({"injection": {"method": method}, "networkPolicy": {"controller": {"enabled": true}}}));
