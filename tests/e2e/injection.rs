@@ -16,7 +16,7 @@ use super::fixtures::{simulated_vllm, torch_trainer, wrapped};
 use super::operator::{NAMESPACE, helm, upgrade};
 
 /// What the API server says to a pod, without making it.
-async fn ask(cluster: &Cluster, pod: &Value) -> Result<Pod, kube::Error> {
+pub async fn ask(cluster: &Cluster, pod: &Value) -> Result<Pod, kube::Error> {
     let pod: Pod = serde_json::from_value(pod.clone()).expect("a pod");
     let dry = PostParams { dry_run: true, ..PostParams::default() };
     cluster.api::<Pod>().create(&dry, &pod).await
@@ -28,10 +28,11 @@ pub async fn would_be(cluster: &Cluster, pod: &Value) -> Value {
     serde_json::to_value(made.spec).unwrap()
 }
 
-/// The pod as `kubectl weightsync inject` writes it.
-async fn by_hand(pod: &Value) -> Value {
+/// The pod as `kubectl weightsync inject` writes it, with arguments.
+pub async fn by_hand(pod: &Value, arguments: &[&str]) -> Value {
     let mut child = Command::new(env!("CARGO_BIN_EXE_kubectl-weightsync"))
         .args(["inject", "--image-pull-policy", "Never"])
+        .args(arguments)
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .kill_on_drop(true)
@@ -54,7 +55,7 @@ async fn pod_injected_by_hand_equals_the_policys_pod() {
         let mut on_host = torch_trainer("on-host");
         on_host["spec"]["hostNetwork"] = json!(true);
         for pod in [torch_trainer("trainer"), with_key, own_memory, on_host] {
-            let (policy, hand) = (would_be(&cluster, &pod).await, would_be(&cluster, &by_hand(&pod).await).await);
+            let (policy, hand) = (would_be(&cluster, &pod).await, would_be(&cluster, &by_hand(&pod, &[]).await).await);
             assert_eq!(policy["initContainers"][0]["name"], "weightsync-agent", "the policy adds the sidecar");
             assert_eq!(policy, hand, "{}", pod["metadata"]["name"]);
         }
@@ -83,7 +84,7 @@ async fn pod_wrapped_by_hand_equals_the_policys_pod() {
         let mut on_host = wrapped(torch_trainer("on-host"));
         on_host["spec"]["hostNetwork"] = json!(true);
         for pod in [wrapped(torch_trainer("trainer")), full, own_memory, bare, on_host] {
-            let (policy, hand) = (would_be(&cluster, &pod).await, would_be(&cluster, &by_hand(&pod).await).await);
+            let (policy, hand) = (would_be(&cluster, &pod).await, would_be(&cluster, &by_hand(&pod, &[]).await).await);
             let name = &pod["metadata"]["name"];
             assert_eq!(policy["initContainers"][0]["name"], "weightsync-program", "{name}: the policy wraps it");
             assert_eq!(policy["initContainers"].as_array().map(Vec::len), Some(1), "{name}: and adds no sidecar");

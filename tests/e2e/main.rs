@@ -26,4 +26,5 @@ mod quickstart;
 mod registered;
 mod service;
 mod versions;
+mod webhook;
 mod wrap;
