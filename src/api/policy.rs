@@ -274,8 +274,8 @@ pub enum KvCache {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Agent {
-    /// `Sidecar` (default): a native sidecar, added when the pod is created, by the chart's admission policy or `kubectl weightsync
-    /// inject`. `Wrap`: added in the same way, to pods with the annotation `weightsync.dev/inject: wrap`; the container's own command runs
+    /// `Sidecar` (default): a native sidecar, added when the pod is created, by the chart's admission policy or webhook, or by
+    /// `kubectl weightsync inject`. `Wrap`: added in the same way, to pods with the annotation `weightsync.dev/inject: wrap`; the container's own command runs
     /// as a child of the agent and shares GPUs and memory with it. `Ephemeral`: the controller adds an ephemeral container to running pods;
     /// for trials, without kept versions, at most 20 launches for one pod. `External`: something else starts `weightsync agent`.
     #[serde(default)]
