@@ -171,6 +171,11 @@ pub(super) async fn run_with(
     }
     let enrolling = serve_https(listeners.enroll, identity.clone(), Access::Open, enrolls, limits, stop.clone());
     let _enrolling = AbortOnDropHandle::new(tokio::spawn(enrolling));
+    // Before it leads: pods are refused until the API server trusts the webhook.
+    let _bundle = settings.webhook.is_some().then(|| {
+        let (configuration, ca_pem) = (format!("{}-inject", settings.name), ca.certificate_pem().to_owned());
+        AbortOnDropHandle::new(tokio::spawn(keep_bundle(client.clone(), calls, configuration, ca_pem)))
+    });
 
     let watching = synced.clone();
     let all_listed = async {
@@ -219,10 +224,6 @@ pub(super) async fn run_with(
         });
         registry.collect(Census(objects.clone()));
         page.lead(&objects);
-        let _bundle = settings.webhook.is_some().then(|| {
-            let (configuration, ca_pem) = (format!("{}-inject", settings.name), ca.certificate_pem().to_owned());
-            AbortOnDropHandle::new(tokio::spawn(keep_bundle(client.clone(), calls, configuration, ca_pem)))
-        });
         let shared = Arc::new(Shared {
             client,
             calls,

@@ -20,9 +20,11 @@ async fn webhook_is_reached_by_the_services_name_and_its_ca() {
     let server = cluster();
     let service = json!({"name": "weightsync", "namespace": "system", "port": 8443, "path": "/v1/inject"});
     let webhooks = json!([{"name": "inject.weightsync.dev", "clientConfig": {"service": service}, "sideEffects": "None", "admissionReviewVersions": ["v1"]}]);
-    server.put("mutatingwebhookconfigurations", json!({"metadata": {"name": "weightsync-inject"}, "webhooks": webhooks}));
     let settings: WebhookSettings = serde_json::from_value(json!({"imagePullSecrets": ["registry"]})).unwrap();
     let controller = Controller::start_at(&server, Ui::Local, "", Some(settings)).await;
+    // helm makes it after the Deployment.
+    server.until("a first look finds none", |server| server.calls("get", "mutatingwebhookconfigurations") > 0).await;
+    server.put("mutatingwebhookconfigurations", json!({"metadata": {"name": "weightsync-inject"}, "webhooks": webhooks}));
     server.until("the configuration has the authority", |server| bundle(server).is_some()).await;
     let configuration = server.get("mutatingwebhookconfigurations", "", "weightsync-inject").unwrap();
     assert_eq!(configuration["webhooks"][0]["clientConfig"]["service"], service, "nothing else changed");

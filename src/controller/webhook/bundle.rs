@@ -12,9 +12,10 @@ use k8s_openapi::api::admissionregistration::v1::MutatingWebhookConfiguration;
 use kube::api::{Patch, PatchParams};
 use kube::{Api, Client};
 use serde_json::{Value, json};
-use tokio::time::{MissedTickBehavior, interval};
+use tokio::time::sleep;
 
 use super::super::calls::{ApiError, Calls};
+use weightsync_net::backoff::Backoff;
 
 /// Name of the one webhook in the chart's configuration.
 pub(in super::super) const NAME: &str = "inject.weightsync.dev";
@@ -24,15 +25,23 @@ const PERIOD: Duration = Duration::from_secs(10);
 /// Keeps the certificate (PEM) in the configuration of this name. Runs until its task is dropped.
 pub(in super::super) async fn keep_bundle(client: Client, calls: Calls, configuration: String, ca_pem: String) {
     let configurations: Api<MutatingWebhookConfiguration> = Api::all(client);
-    let mut ticks = interval(PERIOD);
-    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    // helm makes the configuration after the Deployment.
+    let mut backoff = Backoff::new(Duration::from_millis(500), PERIOD);
     loop {
-        ticks.tick().await;
-        match write(&configurations, calls, &configuration, &ca_pem).await {
-            Ok(true) => tracing::info!(configuration, "wrote the authority into the webhook's configuration"),
-            Ok(false) => {}
-            Err(error) => tracing::warn!(%error, "pods with the label weightsync.dev/role may be refused until this works"),
-        }
+        let wait = match write(&configurations, calls, &configuration, &ca_pem).await {
+            Ok(written) => {
+                if written {
+                    tracing::info!(configuration, "wrote the authority into the webhook's configuration");
+                }
+                backoff.succeeded();
+                PERIOD
+            }
+            Err(error) => {
+                tracing::warn!(%error, "pods with the label weightsync.dev/role may be refused until this works");
+                backoff.failed()
+            }
+        };
+        sleep(wait).await;
     }
 }
 
