@@ -132,17 +132,17 @@ fn review(body: &Bytes, options: &Options) -> Result<Value, ReviewError> {
     };
     let before = serde_json::to_value(object)?;
     let mut after = before.clone();
-    match inject(&mut after, options) {
-        Err(cause) => Ok(serde_json::to_value(response.deny(cause).into_review())?),
-        Ok(_) => {
-            let mut review = serde_json::to_value(response.into_review())?;
-            if after != before {
-                // Kubernetes documents base64; kube would write a list of numbers.
-                let patch = STANDARD.encode(serde_json::to_vec(&json_patch::diff(&before, &after))?);
-                review["response"]["patchType"] = json!("JSONPatch");
-                review["response"]["patch"] = json!(patch);
-            }
-            Ok(review)
-        }
+    if let Err(cause) = inject(&mut after, options) {
+        return Ok(serde_json::to_value(response.deny(cause).into_review())?);
     }
+    let mut review = serde_json::to_value(response.into_review())?;
+    if after != before
+        && let Some(response) = review.get_mut("response").and_then(Value::as_object_mut)
+    {
+        // Kubernetes documents base64; kube would write a list of numbers.
+        let patch = STANDARD.encode(serde_json::to_vec(&json_patch::diff(&before, &after))?);
+        response.insert("patchType".to_owned(), json!("JSONPatch"));
+        response.insert("patch".to_owned(), json!(patch));
+    }
+    Ok(review)
 }

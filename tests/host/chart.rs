@@ -508,8 +508,9 @@ fn notes_name_the_way_of_injection_in_force() {
     copy_files(Path::new(CHART), &copied);
     // Without a cluster, helm prints no notes: here they are a value of an object.
     let notes = std::fs::read_to_string(Path::new(CHART).join("templates/NOTES.txt")).unwrap();
-    let notes: String = notes.lines().map(|line| format!("  {line}\n")).collect();
-    std::fs::write(copied.join("templates/notes.yaml"), format!("---\nkind: Notes\nmetadata: {{name: notes}}\nnotes: |\n{notes}")).unwrap();
+    let notes = notes.replace('\n', "\n  ");
+    std::fs::write(copied.join("templates/notes.yaml"), format!("---\nkind: Notes\nmetadata: {{name: notes}}\nnotes: |\n  {notes}"))
+        .unwrap();
     for (values, version, part) in [
         (json!({}), "1.36.3", "by: the cluster's MutatingAdmissionPolicy (injection.method is Auto)"),
         (json!({}), "1.35.0", "by: the controller's webhook (injection.method is Auto)"),
