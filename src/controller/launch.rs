@@ -20,7 +20,7 @@ use crate::api::{Launch, SecretKey, WeightSync};
 use weightsync_coordinator::{CoordinatorEvent, EventSink, ProvenPod, SingleUseTokens};
 use weightsync_core::membership::MembershipView;
 use weightsync_core::plan::Candidate;
-use weightsync_core::protocol::{MemberName, Reason, Role};
+use weightsync_core::protocol::{MemberName, PodRef, Reason, Role};
 
 /// Settings of ephemeral agents. They come from the chart and are the same for all objects: an object cannot choose an image.
 pub(super) struct Launcher {
@@ -78,6 +78,18 @@ pub(super) struct Launched {
     pub(super) problems: Vec<(Reason, String)>,
 }
 
+/// The messages for those of these pods that admission should have given an agent, each once.
+fn without_agent<'a>(
+    heads: impl Iterator<Item = &'a PodRef>,
+    pods: &[Arc<Pod>],
+    message: fn(&Pod) -> Option<String>,
+) -> Vec<(Reason, String)> {
+    let found = heads.filter_map(|head| pods.iter().find(|pod| pod.uid().as_deref() == Some(&head.uid)));
+    let mut problems: Vec<_> = found.filter_map(|pod| message(pod)).map(|message| (Reason::AgentMissing, message)).collect();
+    problems.dedup();
+    problems
+}
+
 impl Launcher {
     pub(super) async fn launch(
         &self,
@@ -97,19 +109,13 @@ impl Launcher {
             // Only admission can wrap a pod. The pod may take part in another way, so this is reported and nothing is refused.
             Launch::Wrap => {
                 let heads = decided.members.0.iter().flat_map(|candidate| &candidate.pods);
-                let pods = heads.filter_map(|head| pods.iter().find(|pod| pod.uid().as_deref() == Some(&head.uid)));
-                launched.problems = pods.filter_map(|pod| unwrapped(pod)).map(|message| (Reason::AgentMissing, message)).collect();
-                launched.problems.dedup();
-                return Ok(launched);
+                return Ok(Launched { again: None, problems: without_agent(heads, pods, unwrapped) });
             }
             // So can only admission add a sidecar. A pod from which an agent has announced itself got one in another way.
             Launch::Sidecar => {
                 let silent = view.members.iter().filter(|member| member.incarnation.is_none() && member.reason == Reason::AgentMissing);
                 let heads = silent.filter_map(|member| member.pods.first());
-                let pods = heads.filter_map(|head| pods.iter().find(|pod| pod.uid().as_deref() == Some(&head.uid)));
-                launched.problems = pods.filter_map(|pod| uninjected(pod)).map(|message| (Reason::AgentMissing, message)).collect();
-                launched.problems.dedup();
-                return Ok(launched);
+                return Ok(Launched { again: None, problems: without_agent(heads, pods, uninjected) });
             }
             Launch::External => return Ok(launched),
         }

@@ -251,9 +251,9 @@ impl Agent {
         Self { pages: format!("http://{status}"), versions, cancel, task }
     }
 
-    /// Status and text of `/readyz`.
-    async fn readyz(&self) -> (u16, String) {
-        let answer = match reqwest::get(format!("{}/readyz", self.pages)).await {
+    /// Status and text of a page; status 0 and the cause while the agent does not listen yet.
+    async fn page(&self, path: &str) -> (u16, String) {
+        let answer = match reqwest::get(format!("{}{path}", self.pages)).await {
             Ok(answer) => answer,
             Err(error) => return (0, error.to_string()),
         };
@@ -264,7 +264,7 @@ impl Agent {
         let mut last = (0, String::new());
         let asked = tokio::time::timeout(SOON, async {
             loop {
-                last = self.readyz().await;
+                last = self.page("/readyz").await;
                 if last.0 == status && last.1.contains(text) {
                     return;
                 }
@@ -312,7 +312,7 @@ async fn pod_serves_before_first_version_where_asked() {
     // Without any controller it stays as it is.
     operator.cancel.cancel();
     for _ in 0..50 {
-        assert_eq!(agent.readyz().await.0, 200);
+        assert_eq!(agent.page("/readyz").await.0, 200);
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     let metrics = reqwest::get(format!("{}/metrics", agent.pages)).await.unwrap().text().await.unwrap();
@@ -357,7 +357,7 @@ async fn held_port_is_named_and_taken_when_free() {
     std::fs::create_dir(&second).unwrap();
     let late = Agent::start_on(&operator, "d", &second, port);
     late.until_ready_says(503, &format!("cannot listen on 127.0.0.1:{port}")).await;
-    assert_eq!(agent.readyz().await.0, 200);
+    assert_eq!(agent.page("/readyz").await.0, 200);
     late.end().await;
     agent.end().await;
 }

@@ -287,8 +287,16 @@ impl World {
 
     /// Waits until the group reports that reason for that member.
     pub async fn reported(&mut self, reason: &str, member: &str) -> String {
-        let event =
-            self.event(&format!("{reason} of {member}"), |event| event["reason"] == reason && is_member(&event["member"], member)).await;
+        self.reported_saying(reason, member, "").await
+    }
+
+    /// The same, with a message that has this part: an engine that was asked before it listened was reported as unhealthy before.
+    pub async fn reported_saying(&mut self, reason: &str, member: &str, part: &str) -> String {
+        let is = |event: &Value| {
+            let says = event["message"].as_str().is_some_and(|message| message.contains(part));
+            event["reason"] == reason && is_member(&event["member"], member) && says
+        };
+        let event = self.event(&format!("{reason} of {member}: {part}"), is).await;
         event["message"].as_str().unwrap().to_owned()
     }
 

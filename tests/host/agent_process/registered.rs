@@ -104,11 +104,7 @@ impl Agent {
         let mut last = Vec::new();
         let found = tokio::time::timeout(SOON, async {
             loop {
-                // It does not listen at once when it was just started.
-                let text = match reqwest::get(format!("{}/metrics", self.pages)).await {
-                    Ok(page) => page.text().await.unwrap(),
-                    Err(error) => error.to_string(),
-                };
+                let (_, text) = self.page("/metrics").await;
                 let shown = text.lines().filter(|line| line.starts_with("weightsync_agent_engine_healthy{"));
                 last = shown.map(str::to_owned).collect();
                 last.sort();

@@ -1,7 +1,7 @@
 //! Rollouts that cannot take part: left out by name, while the others go on, and taken in when they can.
 
 use rustix::process::Signal;
-use serde_json::{Value, json};
+use serde_json::json;
 
 use crate::model::Model;
 use crate::world::{Actor, World, installed, is_member, spoiled, unavailable};
@@ -75,11 +75,7 @@ async fn engine_that_accepts_but_never_answers_is_named() {
     assert_eq!(installed(&world.publish(&checkpoint, 1, &[]).await.done()), ["actor-0", "actor-2"]);
     // One that begins to hang in the group leaves it, and comes back when it answers.
     world.spoil(2, &spoiled("*", &hangs)).await;
-    // Informed of before as well, where it had not started yet when it was asked first.
-    let silent = |event: &Value| {
-        is_member(&event["member"], "actor-2") && event["message"].as_str().is_some_and(|text| text.contains("did not respond"))
-    };
-    world.event("that the third engine gives no answer", |event| event["reason"] == "EngineUnhealthy" && silent(event)).await;
+    world.reported_saying("EngineUnhealthy", "actor-2", "did not respond").await;
     let two = Model::small(2);
     let checkpoint = two.save(&world.folder().join("v2"));
     assert_eq!(installed(&world.publish(&checkpoint, 2, &[]).await.done()), ["actor-0"]);

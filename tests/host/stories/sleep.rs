@@ -1,9 +1,9 @@
 //! An engine that is put to sleep by somebody else than us.
 
-use serde_json::{Value, json};
+use serde_json::json;
 
 use crate::model::Model;
-use crate::world::{Actor, World, installed, is_member, until};
+use crate::world::{Actor, World, installed, until};
 
 /// huggingface/trl#5312: a sleep of level 2, a wake-up, no update; from then on log-probs are those of no version.
 /// Story F55.
@@ -14,12 +14,7 @@ async fn engine_put_to_sleep_is_unready_and_refed_on_wake() {
     let (one, two) = (Model::small(1), Model::small(2));
     world.publish(&one.save(&world.folder().join("v1")), 1, &[]).await.done();
     world.post(0, "/sleep?level=2", &json!({})).await;
-    // Reported as unhealthy before as well, where it did not listen yet when it was asked first.
-    let asleep = |event: &Value| {
-        let says = |text: &str| text.contains("asleep, and not for an update");
-        event["reason"] == "EngineUnhealthy" && is_member(&event["member"], "actor-0") && event["message"].as_str().is_some_and(says)
-    };
-    world.event("the sleeping engine to be named", asleep).await;
+    world.reported_saying("EngineUnhealthy", "actor-0", "asleep, and not for an update").await;
     until("the sleeping one to be out", || async { world.replicas("ready").await == ["actor-1"] }).await;
     let (status, page) = world.page("actor-0", "/readyz").await;
     assert_eq!(status, 503, "{page}");
