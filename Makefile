@@ -34,7 +34,9 @@ dist-test: dist ## Install and run what `make dist` made, with each Python of th
 
 .PHONY: test
 test: ## Run everything that CI runs, with the time of each stage
-	@tests/stages.sh lint unit-test model-test page-test host-test edges-test gdr-test gdr-image-test verbs-test test-previous chaos-test chart-lint python-test engine-test trainers-test e2e
+	@tests/stages.sh lint unit-test model-test \
+		--lane chart-lint page-test host-test edges-test gdr-test gdr-image-test chaos-test e2e \
+		--lane verbs-test test-previous python-test engine-test trainers-test
 
 .PHONY: check
 check: ## Quick checks for development: format, lints, tests of the pure crate (under a minute when warm)

@@ -117,8 +117,17 @@ class Watch(TrainerCallback):
         replicas = {replica.name.split("/")[-1]: replica for replica in self._publisher.roster().replicas}
         return {name: replicas[name].version if name in replicas and replicas[name].state == "ready" else None for name in self._ports}
 
+    def _served(self, version: int) -> dict[str, int | None]:
+        """What each server serves. The roster is empty while a new group forms: this waits until some server serves the version."""
+        deadline = time.monotonic() + LIMIT
+        while version not in (served := self._versions()).values():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no server serves version {version}: {served}")
+            time.sleep(0.1)
+        return served
+
     def _record(self, step: int, version: int) -> None:
-        served, logprobs = self._versions(), {}
+        served, logprobs = self._served(version), {}
         for name in (name for name, held in served.items() if held == version):
             try:
                 logprobs[name] = probe(f"http://127.0.0.1:{self._ports[name]}")
