@@ -10,7 +10,7 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use super::core::Core;
-use super::group::Epoch;
+use super::group::{Epoch, Standing};
 use super::lead::Leader;
 use super::lead::peers::Peer;
 use super::rollout::same_version;
@@ -77,8 +77,13 @@ fn word(
     limit: Option<Limit>,
 ) -> &'static str {
     let Some(state) = state else { return "out" };
+    // While a group forms, an engine serves what it served before.
+    let phase = match state.phase {
+        MemberPhase::Prepared if state.installed.is_some() && current.is_some() => MemberPhase::Ready,
+        phase => phase,
+    };
     let left = |installed: &HeldVersion| epoch.is_some_and(|epoch| epoch.left(installed.version));
-    match (state.phase, &state.installed, current) {
+    match (phase, &state.installed, current) {
         (MemberPhase::Dirty, ..) => "dirty",
         (MemberPhase::Unknown, ..) => "unknown",
         (MemberPhase::Updating, ..) => "updating",
@@ -107,26 +112,50 @@ pub fn tells(shown: &RosterView, version: Version, installed: &[MemberName]) -> 
         })
 }
 
+/// The group whose replicas are shown. While a new group forms, it is the one before: its engines serve, and its agents say what changes.
+fn shown(standing: &Standing, before: Option<Arc<Epoch>>) -> Option<Arc<Epoch>> {
+    match standing {
+        Standing::Idle => None,
+        Standing::Prepared(_) | Standing::Committing(_) => before,
+        Standing::Committed(epoch) => Some(epoch.clone()),
+    }
+}
+
+/// Gives each member that was not heard in its new group yet the state that it had in the group before, if it is the same process. It is
+/// heard soon, or counts as lost.
+fn fill(peers: &mut BTreeMap<MemberName, Peer>, before: &BTreeMap<MemberName, Peer>, epoch: &Epoch) {
+    for (name, peer) in peers.iter_mut().filter(|(_, peer)| peer.state.is_none() && peer.lost.is_none()) {
+        let earlier = before.get(name).filter(|earlier| earlier.lost.is_none()).and_then(|earlier| earlier.state.clone());
+        peer.state = earlier.filter(|state| epoch.address(name).is_some_and(|address| address.incarnation == state.incarnation));
+    }
+}
+
 /// Keeps `to` up to date until `cancel`. For a source, this is also what listens to all rollouts of each epoch from its commit on.
 pub async fn keep(core: Arc<Core>, leader: Arc<Leader>, to: watch::Sender<RosterView>, cancel: CancellationToken) {
     let mut standing = core.standing();
     let mut states = core.events().states();
     let mut current = core.watch_current();
     let leads = core.me().role == Role::Source;
+    let mut epoch = None;
+    let mut peers = BTreeMap::new();
     loop {
-        let epoch = standing.borrow_and_update().committed().cloned();
-        let peers = epoch.as_ref().filter(|epoch| leads || epoch.feeds()).map(|epoch| leader.peers(epoch));
-        if peers.is_none() {
+        epoch = shown(&standing.borrow_and_update(), epoch);
+        let heard = epoch.as_ref().filter(|epoch| leads || epoch.feeds()).map(|epoch| leader.peers(epoch));
+        if heard.is_none() {
             leader.forget_peers();
         }
-        let mut known = peers.as_ref().map(|peers| peers.watch());
+        let mut known = heard.as_ref().map(|heard| heard.watch());
         let own = states.borrow_and_update().clone();
         let now = current.borrow_and_update().clone();
-        let peers_now = known.as_mut().map(|known| known.borrow_and_update().clone()).unwrap_or_default();
-        let fresh = view(epoch.as_deref(), now.as_ref(), &peers_now, &own);
+        let mut fresh = known.as_mut().map(|known| known.borrow_and_update().clone()).unwrap_or_default();
+        if let Some(epoch) = &epoch {
+            fill(&mut fresh, &peers, epoch);
+        }
+        peers = fresh;
+        let view = view(epoch.as_deref(), now.as_ref(), &peers, &own);
         to.send_if_modified(|shown| {
-            let changed = *shown != fresh;
-            *shown = fresh;
+            let changed = *shown != view;
+            *shown = view;
             changed
         });
         let peers_changed = async {

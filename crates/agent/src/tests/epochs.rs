@@ -107,6 +107,40 @@ async fn the_roster_says_who_serves_what() {
     assert!(seen.is_ok(), "{:?}", source.roster.borrow());
 }
 
+/// A router would have no replica to send requests to.
+#[tokio::test(flavor = "multi_thread")]
+async fn roster_keeps_serving_replicas_while_a_group_forms() {
+    let mut fixture = Fixture::new();
+    let (source, first, second) = (fixture.source(), fixture.rollout("actors/r-0"), fixture.rollout("actors/r-1"));
+    fixture.form(&[&source, &first], Some(&source)).await;
+    publish(&source, 4, TestSource::of(4)).outcome().await.unwrap();
+    let name = first.name.clone();
+    let serves = move |view: &RosterView| {
+        view.replicas.iter().any(|one| one.name == name && (one.state.as_str(), one.version) == ("ready", Some(4)))
+    };
+    let mut roster = source.roster.clone();
+    assert!(serves(&roster.borrow_and_update()));
+    let mut seen = roster.clone();
+    let watched = tokio::spawn(async move {
+        let mut views = Vec::new();
+        while seen.changed().await.is_ok() {
+            views.push(seen.borrow_and_update().clone());
+            if views.last().is_some_and(|view| view.replicas.len() == 2) {
+                break;
+            }
+        }
+        views
+    });
+    fixture.form(&[&source, &first, &second], Some(&source)).await;
+    let views = tokio::time::timeout(std::time::Duration::from_secs(10), watched).await.expect("both are shown").unwrap();
+    assert!(views.iter().all(&serves), "{views:#?}");
+    // A group that ends without another one has no members.
+    let release = ReleaseRequest { id: fixture.id(), reason: "the object was deleted".into() };
+    let _: MemberState = fixture.post(&source, "/v1/release", &release).await.unwrap();
+    let empty = tokio::time::timeout(std::time::Duration::from_secs(10), roster.wait_for(|view| view.replicas.is_empty())).await;
+    assert!(empty.is_ok(), "{:?}", source.roster.borrow());
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn roster_of_a_source_follows_what_counts_without_it() {
     let mut fixture = Fixture::new();
