@@ -113,7 +113,7 @@ impl LocalFiles {
         let object = weightsync(&only(objects, "WeightSync")?)?;
         let processes = only(processes, PROCESSES)?;
         check_version(PROCESSES, &processes).map_err(with_cause)?;
-        let processes: LocalProcesses = serde_json::from_value(processes).map_err(|error| format!("{PROCESSES}: {error}"))?;
+        let processes: LocalProcesses = serde_path_to_error::deserialize(processes).map_err(|error| format!("{PROCESSES}: {error}"))?;
         let rollouts = check(&object, &processes)?;
         Ok(Self { object, processes, rollouts })
     }

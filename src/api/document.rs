@@ -10,7 +10,7 @@ pub enum DocumentError {
     #[error("a {kind} has the apiVersion {GROUP}/{VERSION}, not {found:?}")]
     Version { kind: &'static str, found: String },
     #[error("the WeightSync cannot be read")]
-    Object(#[source] serde_json::Error),
+    Object(#[source] serde_path_to_error::Error<serde_json::Error>),
     #[error("the schema cannot be made")]
     Schema(#[source] serde_json::Error),
 }
@@ -18,7 +18,7 @@ pub enum DocumentError {
 /// The object, and the fields of the document that the API does not have. Its rules are not checked: [`validate`](super::validate) does.
 pub fn read_document(document: &Value) -> Result<(WeightSync, Vec<String>), DocumentError> {
     check_version("WeightSync", document)?;
-    let object = serde_json::from_value(document.clone()).map_err(DocumentError::Object)?;
+    let object = serde_path_to_error::deserialize(document).map_err(DocumentError::Object)?;
     Ok((object, unknown_fields(&schema().map_err(DocumentError::Schema)?, document)))
 }
 

@@ -1,7 +1,9 @@
 //! `weightsync local -f FILE`: a group of processes on this host, until it is interrupted.
 
-use std::io::Write;
+use std::io::{ErrorKind, Write};
 use std::net::Ipv4Addr;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixListener};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -79,6 +81,7 @@ impl LocalArgs {
         let stop = shutdown::on_signals().context("signals cannot be awaited")?;
         let socket = spec.pods.first().map(|trainer| format!("@weightsync/{}-{}", spec.name, trainer.name)).unwrap_or_default();
         let logs = spec.directory.display().to_string();
+        let _only = only_one(&spec.name)?;
         let group = Group::start(spec).await?;
         let mut events = group.events();
         let page = match self.ui {
@@ -117,6 +120,18 @@ impl LocalArgs {
         // The reader is gone, or the disk is full: the group continues.
         let _ = writeln!(std::io::stdout(), "{line}");
     }
+}
+
+/// Holds the group's name on this host until the result is dropped, or this process ends in any way. A second group of that name would start
+/// agents whose sockets the first one holds, again and again.
+fn only_one(name: &str) -> anyhow::Result<UnixListener> {
+    let address = SocketAddr::from_abstract_name(format!("weightsync-local/{name}"))?;
+    UnixListener::bind_addr(&address).map_err(|error| match error.kind() {
+        ErrorKind::AddrInUse => {
+            anyhow!("a group named {name} already runs on this host: end its `weightsync local`, or change metadata.name")
+        }
+        _ => anyhow::Error::new(error).context(format!("the name {name} cannot be held on this host")),
+    })
 }
 
 fn as_json(event: &CoordinatorEvent) -> serde_json::Value {

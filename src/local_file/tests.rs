@@ -62,6 +62,8 @@ fn mistakes_are_refused_by_field() {
         ("  update:", "  suspend: true\n  update:", "suspend"),
         ("ranks: 2", "replica: {pods: 2}", "replica.pods"),
         ("ranks: 2", "ranks: 0", "ranks"),
+        ("ranks: 2", "ranks: many", "spec.rollouts[1].ranks: invalid type: string"),
+        ("pool: small", "pool: small, port: http", "rollouts[1].port: invalid type: string"),
         ("  update:", "  canary: {prompt: p, minLogProb: -4}\n  update:", "membership.keep"),
         ("kind: LocalProcesses", "kind: Processes", "LocalProcesses"),
         ("kind: LocalProcesses", "kind: WeightSync", "2 documents"),

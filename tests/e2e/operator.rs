@@ -10,8 +10,11 @@ use serde_json::json;
 
 use super::cluster::{Cluster, eventually};
 
-/// The chart of this repository.
-pub const CHART: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/charts/weightsync");
+/// The chart that tests install: that of this repository, or the one that WEIGHTSYNC_CHART names.
+pub fn chart() -> String {
+    std::env::var("WEIGHTSYNC_CHART").unwrap_or_else(|_| concat!(env!("CARGO_MANIFEST_DIR"), "/charts/weightsync").into())
+}
+
 /// Where the operator of all tests runs.
 pub const NAMESPACE: &str = "weightsync-system";
 /// Helm's own waits are shorter; this one ends a helm that hangs.
@@ -56,8 +59,9 @@ pub async fn set_by_helm(arguments: &[&str]) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned()
 }
 
-/// Upgrades the operator of all tests to the chart of this tree, with arguments next to the values that it has.
+/// Upgrades the operator of all tests to the chart, with arguments next to the values that it has.
 pub async fn upgrade(arguments: &[&str]) {
-    let common = ["upgrade", "weightsync", CHART, "--namespace", NAMESPACE, "--reuse-values", "--wait", "--timeout", "120s"];
+    let chart = chart();
+    let common = ["upgrade", "weightsync", &chart, "--namespace", NAMESPACE, "--reuse-values", "--wait", "--timeout", "120s"];
     helm(&[&common, arguments].concat()).await;
 }

@@ -21,7 +21,7 @@ use tokio::task::JoinHandle;
 
 use crate::fixtures::ENGINE_PORT;
 use crate::node::on_node;
-use crate::operator::{CHART, NAMESPACE, set_by_helm};
+use crate::operator::{NAMESPACE, chart, set_by_helm};
 
 const TABLE: &str = "inet weightsync_e2e";
 
@@ -174,10 +174,11 @@ impl Enforced {
         let where_agents = format!("networkPolicy.agents.namespaces={{{namespace}}}");
         let users = json!([{"from": [{"podSelector": {"matchLabels": {"app": "asker"}}}], "ports": [{"port": ENGINE_PORT}]}]);
         let users = format!("networkPolicy.agents.ingress={users}");
+        let chart = chart();
         let template = [
             "template",
             "weightsync",
-            CHART,
+            &chart,
             "--kube-version",
             "1.36.0",
             "--namespace",

@@ -2,7 +2,7 @@
 # Make a cluster that is up ready for the e2e tests: images loaded, files shared with pods, the chart installed.
 # Safe to run again: it brings all of them to the state of this source tree. WEIGHTSYNC_BINARY names a binary other than
 # target/release/weightsync, such as the debug build; weightsync-dev lies in the same folder, and the test's liar in its folder examples, or
-# where WEIGHTSYNC_LIAR says.
+# where WEIGHTSYNC_LIAR says. With WEIGHTSYNC_DIST, the folder that `make dist` made, the operator is installed from its chart and its image.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../cluster/lib.sh"
 root=$(cd "$here/../.." && pwd)
@@ -12,8 +12,18 @@ product=$("$here/product-image.sh" "$binary")
 # Simulated engines are no part of the product's image. Theirs holds the product too, for pods that start the agent themselves.
 simulators=$("$here/product-image.sh" "$(dirname "$binary")/weightsync-dev" "$binary")
 images=$("$here/test-images.sh")
+# What helm installs: the chart, and where its image is.
+chart=$root/charts/weightsync
+values=(--set image.repository=docker.io/local/weightsync --set image.tag=test)
+made=
+if [ -n "${WEIGHTSYNC_DIST:-}" ]; then
+  version=$("$root/deploy/release.sh" version)
+  chart=$WEIGHTSYNC_DIST/weightsync-$version.tgz
+  values=()
+  made=$WEIGHTSYNC_DIST/weightsync-$version-image.tar
+fi
 # shellcheck disable=SC2086
-"$here/load-image.sh" "$product" "$simulators" $images
+"$here/load-image.sh" "$product" "$simulators" $images $made
 
 venv=$("$here/vllm-venv.sh" --print)
 mkdir -p "$WEIGHTSYNC_SHARE/models" "$WEIGHTSYNC_SHARE/e2e"
@@ -41,8 +51,8 @@ cp -al "$ray" "$WEIGHTSYNC_SHARE/ray"
 # the parameters of the old injection policy when a policy with parameters of a built-in kind is deleted and made again.
 state=$(helm status weightsync --namespace weightsync-system --output json 2>/dev/null | jq -r .info.status || true)
 [ "$state" = deployed ] || helm uninstall weightsync --namespace weightsync-system --ignore-not-found --wait --timeout 60s
-helm upgrade --install weightsync "$root/charts/weightsync" --namespace weightsync-system --create-namespace \
-  --set image.repository=docker.io/local/weightsync --set image.tag=test --set image.pullPolicy=Never \
+helm upgrade --install weightsync "$chart" --namespace weightsync-system --create-namespace \
+  "${values[@]}" --set image.pullPolicy=Never \
   --set networkPolicy.controller.enabled=true \
   --wait --timeout 120s
 # The same tag may hold a new image.

@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use super::cluster::{Cluster, eventually};
 use super::fixtures::{IMAGE, asker, simulated_vllm, torch_trainer, wrapped};
 use super::injection::{ask, by_hand};
-use super::operator::{CHART, helm};
+use super::operator::{chart, helm};
 
 const MINUTE: Duration = Duration::from_secs(60);
 const RELEASE: &str = "weightsync-webhook";
@@ -36,7 +36,8 @@ async fn without_policies(cluster: &Cluster) {
 
 async fn installed(cluster: &Cluster) {
     let watched = format!("watchNamespaces={{{}}}", cluster.namespace);
-    let mut install = vec!["install", RELEASE, CHART, "--namespace", &cluster.namespace, "--wait", "--timeout", "120s"];
+    let chart = chart();
+    let mut install = vec!["install", RELEASE, &chart, "--namespace", &cluster.namespace, "--wait", "--timeout", "120s"];
     for value in [
         "injection.method=Webhook",
         "injection.imagePullSecrets[0].name=registry",

@@ -49,6 +49,21 @@ async fn a_killed_local_leaves_no_process_and_its_ports_free() {
     assert_eq!(installed(&result).len(), 2);
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn second_local_of_a_name_ends_and_says_what_to_do() {
+    let mut world = World::start(json!({}), [Actor::new()]).await;
+    world.until_ready(1).await;
+    let mut command = Command::new(PROGRAM);
+    command.arg("local").args(files::arguments(world.folder())).stdin(Stdio::null()).kill_on_drop(true);
+    let second = tokio::time::timeout(SOON, command.output()).await.expect("it ends").unwrap();
+    let said = String::from_utf8_lossy(&second.stderr).into_owned();
+    assert!(!second.status.success() && said.contains("already runs on this host") && said.contains("metadata.name"), "{said}");
+    // A killed one frees the name.
+    world.kill();
+    world.restart().await;
+    world.until_ready(1).await;
+}
+
 /// A group in a terminal of its own: what the terminal shows comes on standard output, and it closes with this process.
 fn in_terminal(folder: &Path) -> Child {
     let mut command = Command::new("python3");

@@ -13,7 +13,7 @@ use axum::routing::get;
 use parking_lot::RwLock;
 
 use super::logs;
-use super::metrics::Metrics;
+use super::metrics::{Metrics, plain};
 
 type Check = Arc<dyn Fn() -> Result<(), String> + Send + Sync>;
 
@@ -68,8 +68,9 @@ pub fn asks_for_localhost(headers: &HeaderMap) -> bool {
 
 /// The pages, for [`serve_plain`](super::https::serve_plain).
 pub fn router(health: Health, metrics: Metrics) -> Router {
-    let metrics =
-        Router::new().route("/metrics", get(|State(metrics): State<Metrics>| async move { exposition(&metrics) })).with_state(metrics);
+    let metrics = Router::new()
+        .route("/metrics", get(|State(metrics): State<Metrics>, headers: HeaderMap| async move { exposition(&metrics, &headers) }))
+        .with_state(metrics);
     probes(health).merge(metrics).merge(logs::router())
 }
 
@@ -94,9 +95,13 @@ fn page(failed: &[String]) -> Response {
     (StatusCode::SERVICE_UNAVAILABLE, failed.join("\n") + "\n").into_response()
 }
 
-fn exposition(metrics: &Metrics) -> Response {
+/// OpenMetrics for a scraper that takes it, as Prometheus says in `Accept`; else Prometheus' own text.
+fn exposition(metrics: &Metrics, headers: &HeaderMap) -> Response {
+    let accepted = headers.get_all(header::ACCEPT).iter().filter_map(|value| value.to_str().ok());
+    let open = accepted.into_iter().any(|value| value.contains("application/openmetrics-text"));
     match metrics.text() {
-        Ok(text) => ([(header::CONTENT_TYPE, "application/openmetrics-text; version=1.0.0; charset=utf-8")], text).into_response(),
+        Ok(text) if open => ([(header::CONTENT_TYPE, "application/openmetrics-text; version=1.0.0; charset=utf-8")], text).into_response(),
+        Ok(text) => ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], plain(&text)).into_response(),
         Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, error.to_string()).into_response(),
     }
 }

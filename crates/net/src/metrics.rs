@@ -2,7 +2,10 @@
 //! what a program exposes. No label of a histogram contains an object's name, and the values of every label are a closed set. So the number
 //! of series is bounded.
 
+mod plain;
 pub mod process;
+
+pub use plain::plain;
 
 use std::fmt::Write as _;
 use std::sync::Arc;
@@ -216,7 +219,7 @@ pub fn differences(exposition: &str, definitions: &[Definition]) -> Vec<String> 
     let all = || definitions.iter().chain([&BUILD]).chain(process::DEFINITIONS);
     for line in exposition.lines() {
         if let Some(family) = line.strip_prefix("# TYPE ").and_then(|rest| rest.split(' ').next()) {
-            if !all().any(|definition| definition.family() == family) {
+            if !all().any(|definition| definition.family() == family || definition.series() == family) {
                 wrong.push(format!("{family} is not defined"));
             }
             continue;

@@ -16,7 +16,8 @@ pub(super) fn render() -> anyhow::Result<String> {
     let _ = writeln!(page, "# Metrics and alerts\n");
     let _ = writeln!(
         page,
-        "`/metrics` of the controller (port 8080) and of every agent (port 8472), in OpenMetrics text. The values of every label are a closed\n\
+        "`/metrics` of the controller (port 8080) and of every agent (port 8472), in OpenMetrics text to a\n\
+         scraper that accepts it, else in that of Prometheus. The values of every label are a closed\n\
          set, and no histogram carries an object's name: the number of series grows with objects and engines, not with versions or time.\n\
          Series that the chart's own monitors and rules need are named below; `monitoring` in its values turns them on\n\
          ([operations](operations.md#metrics-board-alerts)).\n"

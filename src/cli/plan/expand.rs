@@ -20,7 +20,7 @@ pub(super) fn pods(kind: &str, document: Value) -> anyhow::Result<Vec<Pod>> {
         "RayCluster" => ray_cluster(&document)?,
         _ => Vec::new(),
     };
-    made.into_iter().map(|pod| serde_json::from_value(pod).context("its pod template cannot be parsed")).collect()
+    made.into_iter().map(|pod| serde_path_to_error::deserialize(pod).context("its pod template cannot be parsed")).collect()
 }
 
 fn number(document: &Value, pointer: &str, default: u64) -> anyhow::Result<u64> {

@@ -16,7 +16,7 @@ use super::standing::{all, with_more};
 use crate::asks::{publish_to, served};
 use crate::cluster::{Cluster, eventually};
 use crate::fixtures::{simulated_vllm, torch_trainer, weightsync, without_sidecar};
-use crate::operator::{CHART, helm, scale_controller};
+use crate::operator::{chart, helm, scale_controller};
 
 const MINUTE: Duration = Duration::from_secs(60);
 const START: Duration = Duration::from_secs(120);
@@ -56,7 +56,8 @@ async fn uninstalled(cluster: &Cluster) {
     let image = ["image.repository=docker.io/local/weightsync", "image.tag=test", "image.pullPolicy=Never"];
     let off = ["injection.enabled=false", "crds.enabled=false", "aggregateRoles=false", watched.as_str()];
     let policies = ["networkPolicy.controller.enabled=true", "networkPolicy.agents.enabled=true"];
-    let mut install = vec!["install", RELEASE, CHART, "--namespace", &cluster.namespace, "--wait", "--timeout", "120s"];
+    let chart = chart();
+    let mut install = vec!["install", RELEASE, &chart, "--namespace", &cluster.namespace, "--wait", "--timeout", "120s"];
     for value in image.iter().chain(&off).chain(&policies) {
         install.extend(["--set", value]);
     }
