@@ -118,7 +118,7 @@ class Watch(TrainerCallback):
         return {name: replicas[name].version if name in replicas and replicas[name].state == "ready" else None for name in self._ports}
 
     def _served(self, version: int) -> dict[str, int | None]:
-        """What each server serves. The roster is empty while a new group forms: this waits until some server serves the version."""
+        """What each server serves, as soon as one of them serves the version."""
         deadline = time.monotonic() + LIMIT
         while version not in (served := self._versions()).values():
             if time.monotonic() > deadline:
