@@ -50,7 +50,7 @@ programs:
 	cargo build --locked --workspace --bins --tests --examples
 
 .PHONY: lint
-lint: fmt-check clippy doc deny scripts-lint prose docs ## Check style, lints, docs and dependencies (unit tests check generated files)
+lint: fmt-check circles clippy doc deny scripts-lint prose docs ## Check style, lints, docs and dependencies (unit tests check generated files)
 
 .PHONY: fmt
 fmt: ## Format Rust and Python
@@ -65,6 +65,10 @@ fmt-check:
 .PHONY: clippy
 clippy:
 	cargo clippy --locked --workspace --all-targets -- --deny warnings
+
+.PHONY: circles
+circles: ## Find files that import each other: two circles are there, and no more may come
+	tests/tools/circles.py --most 2 --largest 3
 
 # With examples, packages have the features that clippy checked them with: else fifty of them are checked again.
 .PHONY: doc

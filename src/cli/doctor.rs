@@ -6,6 +6,7 @@
 
 mod advice;
 mod facts;
+mod found;
 mod gdr;
 mod host;
 mod peer;
@@ -20,7 +21,8 @@ use std::time::Duration;
 use anyhow::Context;
 use clap::{Args, ValueEnum};
 
-use self::facts::{Facts, Found, Gpus, Report};
+use self::facts::{Facts, Report};
+use self::found::{Found, Gpus};
 use self::host::Host;
 use super::Output;
 use weightsync_agent::surroundings::Surroundings;

@@ -4,7 +4,6 @@
 
 use std::sync::Arc;
 
-use super::rollout::same_version;
 use weightsync_core::protocol::HeldVersion;
 
 pub trait Archived {
@@ -38,14 +37,14 @@ impl<T: Archived> Archive<T> {
 
     /// Counts one as the last used.
     pub fn touch(&mut self, wanted: &HeldVersion) {
-        if let Some(at) = self.0.iter().position(|item| same_version(item.held(), wanted)) {
+        if let Some(at) = self.0.iter().position(|item| item.held().is(wanted)) {
             let item = self.0.remove(at);
             self.0.insert(0, item);
         }
     }
 
     pub fn find(&self, wanted: &HeldVersion) -> Option<&Arc<T>> {
-        self.0.iter().find(|item| same_version(item.held(), wanted))
+        self.0.iter().find(|item| item.held().is(wanted))
     }
 
     /// All, the last used first.

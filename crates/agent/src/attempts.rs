@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::sync::Mutex;
 
-use super::core::lock;
+use super::locks::lock;
 use weightsync_core::protocol::Version;
 
 /// Versions that are remembered; one that comes back after so many others begins from 1 again, in another epoch.

@@ -4,7 +4,7 @@
 //! lets data streams in or not. It decides nothing about weights.
 
 use std::net::{IpAddr, SocketAddr};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
@@ -12,6 +12,7 @@ use tokio_util::sync::CancellationToken;
 use super::edge::ProbeStore;
 use super::events::Events;
 use super::group::{Epoch, Group, Me, Standing, Step, refusal};
+use super::locks::lock;
 use super::statements::Statements;
 use weightsync_core::protocol::{
     BucketHeader, CommitRequest, DataHello, EngineFacts, EpochId, FenceRequest, HeldVersion, Hindrance, LONGEST_MEASUREMENT, MemberFabric,
@@ -457,9 +458,4 @@ fn state(group: &Group, facts: &Facts, statements: &Statements) -> MemberState {
         },
         reason: facts.reason.clone().or_else(|| group.released().map(str::to_owned)),
     }
-}
-
-/// A lock whose holder panicked guards values that are whole: every change under it is one assignment or one call of a state machine.
-pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

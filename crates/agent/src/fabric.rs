@@ -3,6 +3,8 @@
 //! Decides which of UCX's transports may be used: those of RDMA devices, and TCP only where the object allows it, so that no group is slow
 //! without a word. It never decides whether a group uses NIXL: that is membership's, by what the report of each member says.
 
+pub(crate) mod devices;
+
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -12,20 +14,17 @@ use tokio::sync::watch;
 use tokio::time::{Instant, timeout_at};
 use tokio_util::task::AbortOnDropHandle;
 
-use super::core::{Core, lock};
+use self::devices::{has_rdma_device, wanted};
+use super::core::Core;
 use super::gpu::Gpus;
 use super::group::{Epoch, refusal};
+use super::locks::lock;
 use super::rdma::{self, DEVICES, LOCKED};
 use super::space::Cgroups;
 use weightsync_core::protocol::worker::{FabricFacts, UcxSettings};
-use weightsync_core::protocol::{
-    FabricPlan, FabricReport, GpuDevices, MemberFabric, OfferedSlots, Refusal, RefusalCode, TransportPolicy, TransportWish,
-};
+use weightsync_core::protocol::{FabricPlan, FabricReport, GpuDevices, MemberFabric, OfferedSlots, Refusal, RefusalCode, TransportPolicy};
 use weightsync_gpu::worker::{Worker, WorkerError, WorkerStart};
 use weightsync_transport::gdr::{FabricRing, GdrTransport, GpuSlots, GpuSlotsWanted, RingWanted, Slots};
-
-/// What UCX may use between hosts and between GPUs of one host.
-const RDMA: [&str; 6] = ["rc", "dc", "ud", "cuda_copy", "cuda_ipc", "self"];
 
 /// Longest time for opening NIXL: 100 MB of libraries are read from disk, and UCX asks every device. No report waits that long.
 const OPEN: Duration = Duration::from_secs(60);
@@ -99,32 +98,6 @@ async fn outcome<T: Clone>(mut outcome: watch::Receiver<Option<Result<T, WorkerE
     let gone = || WorkerError::Gone { cause: "opening NIXL ended early".to_owned() };
     let known = outcome.wait_for(Option::is_some).await.map_err(|_| gone())?;
     known.clone().unwrap_or_else(|| Err(gone()))
-}
-
-/// What UCX may use by an object that can have reads through NIXL; none where it cannot. `devices` as in [`FabricSettings`].
-pub(crate) fn wanted(policy: &TransportPolicy, devices: &[String]) -> Option<UcxSettings> {
-    let wanted = match policy.wish {
-        TransportWish::Gdr => true,
-        TransportWish::Auto => has_rdma_device(),
-        TransportWish::Tcp | TransportWish::Nccl => false,
-    };
-    let tls = RDMA.into_iter().chain(policy.allow_tcp.then_some("tcp")).map(str::to_owned).collect();
-    wanted.then(|| UcxSettings { tls, devices: devices.to_vec() })
-}
-
-/// The settings of a worker on that GPU: where no devices were chosen, the nearest of several active ones. With TCP in the list all stay, since a list
-/// of devices names the interfaces of TCP too. `root` is `/` but in tests.
-pub(crate) fn near(ucx: &UcxSettings, gpu: &str, root: &Path) -> UcxSettings {
-    let mut ucx = ucx.clone();
-    if !ucx.devices.is_empty() || ucx.tls.iter().any(|name| name == "tcp") {
-        return ucx;
-    }
-    let all = rdma::devices(root);
-    let near = rdma::gpu_address(root, gpu).map(|address| rdma::nearest(root, &all, &address)).unwrap_or_default();
-    if near.len() < all.iter().filter(|device| device.active()).count() {
-        ucx.devices = near.into_iter().flat_map(rdma::Rdma::ucx_names).collect();
-    }
-    ucx
 }
 
 /// What UCX's receive queues take of host memory for one registration: [`LOCKED`] for each of the devices.
@@ -322,10 +295,6 @@ async fn open_all(nixl: Option<PathBuf>, each: Vec<(Worker, ToOpen)>) -> Result<
     }
     let shown = facts.iter().position(|facts| facts.gpu_memory.is_err()).unwrap_or(0);
     Ok(facts.swap_remove(shown))
-}
-
-fn has_rdma_device() -> bool {
-    std::fs::read_dir(DEVICES).is_ok_and(|mut devices| devices.next().is_some_and(|device| device.is_ok()))
 }
 
 async fn own_status() -> String {

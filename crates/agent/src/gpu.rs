@@ -20,9 +20,10 @@ use tokio::time::{Instant, timeout};
 
 use self::state::{GpuState, Open};
 use super::client::SourceWorker;
-use super::core::{Core, lock};
-use super::fabric;
+use super::core::Core;
+use super::fabric::devices;
 use super::group::{Epoch, refusal};
+use super::locks::lock;
 use super::rdma;
 use weightsync_core::plan::RingWish;
 use weightsync_core::protocol::worker::{NcclId, UcxSettings, WorkerAnswer};
@@ -108,7 +109,7 @@ struct StartedWith(BTreeMap<String, String>, BTreeMap<String, String>, Option<Uc
 impl Wanted {
     fn by(policy: &TransportPolicy, devices: &[String], ranks: usize) -> Self {
         let ring = (policy.slots, policy.slot_bytes);
-        let ucx = fabric::wanted(policy, devices);
+        let ucx = devices::wanted(policy, devices);
         let broadcasts = matches!(policy.wish, TransportWish::Auto | TransportWish::Nccl) && !policy.allow_tcp;
         let rdma = if broadcasts { rdma::usable(Path::new("/")) } else { Vec::new() };
         Self { environment: policy.environment.clone(), defaults: policy.defaults.clone(), ranks, ring, ucx, rdma }
@@ -131,7 +132,7 @@ pub(crate) struct Share {
 pub(crate) struct Gpus {
     core: Arc<Core>,
     settings: GpuSettings,
-    /// RDMA devices that UCX may use, as in [`fabric::FabricSettings`].
+    /// RDMA devices that UCX may use, as in [`FabricSettings`](super::fabric::FabricSettings).
     devices: Vec<String>,
     share: Share,
     transport: Arc<NcclTransport>,
@@ -406,7 +407,7 @@ impl Gpus {
 
     /// What UCX gets in a worker on that GPU, where NIXL is to be opened.
     fn ucx_of(&self, gpu: &str) -> Option<UcxSettings> {
-        self.wanted.borrow().ucx.as_ref().map(|ucx| fabric::near(ucx, gpu, Path::new("/")))
+        self.wanted.borrow().ucx.as_ref().map(|ucx| devices::near(ucx, gpu, Path::new("/")))
     }
 
     fn start_of(&self, label: &str, ucx: Option<&UcxSettings>) -> Result<WorkerStart, WorkerError> {

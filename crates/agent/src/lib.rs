@@ -15,6 +15,7 @@ pub mod gpu;
 mod group;
 pub mod hand_over;
 mod lead;
+mod locks;
 pub mod process;
 pub mod publish_job;
 pub mod rdma;

@@ -5,9 +5,11 @@
 //! its pod any more it releases its engines and waits to be claimed again. It never ends because the controller is away.
 
 mod endpoint;
+mod labels;
 mod numbers;
 mod pages;
 mod progress;
+mod shown;
 mod watchers;
 
 use std::net::{IpAddr, SocketAddr};

@@ -46,10 +46,11 @@ pub(crate) use self::update::{LONG_POLL, PAUSING};
 pub(crate) use self::version::Version;
 use self::version_dir::{AgentDir, DirError};
 use super::archive::Archive;
-use super::core::{Core, lock};
+use super::core::Core;
 use super::gpu::Gpus;
 use super::group::{Epoch, refusal};
 use super::lead::feed::{Copy, Holder};
+use super::locks::lock;
 use super::space::Cgroups;
 use weightsync_core::protocol::{
     CanaryPolicy, Delivery, EpochId, HeldVersion, PrepareRequest, Received, Refusal, RefusalCode, RefusedVersion, UpdateId, UpdatePolicy,
@@ -240,7 +241,7 @@ impl Rollout {
 
     /// A version that lies here complete, to feed others.
     pub fn holding(&self, wanted: &HeldVersion) -> Option<Arc<Version>> {
-        self.with(|inner| inner.held().find(|version| same_version(&version.held, wanted)).cloned())
+        self.with(|inner| inner.held().find(|version| version.held.is(wanted)).cloned())
     }
 
     pub fn ready(&self) -> Result<(), String> {
@@ -355,7 +356,7 @@ impl Inner {
     }
 
     fn show(&self, facts: &mut super::core::Facts, current: Option<&HeldVersion>) {
-        let of_group = self.held().find(|version| current.is_some_and(|current| same_version(&version.held, current)));
+        let of_group = self.held().find(|version| current.is_some_and(|current| version.held.is(current)));
         facts.retained = of_group.or(self.kept.as_ref()).or(self.staged.as_ref()).map(|version| version.held.clone());
         facts.earlier = self.held().map(|version| version.held.clone()).filter(|held| Some(held) != facts.retained.as_ref()).collect();
         facts.installed = self.machine.certainly_installed().map(|installed| installed.held.clone());
@@ -388,9 +389,4 @@ impl Holder for Rollout {
         let version = self.holding(current)?;
         Some(Copy { held: version.held.clone(), algorithm: version.manifest.algorithm, source: version.source() })
     }
-}
-
-/// Whether two name the same weights; a controller that knows only a number says no manifest.
-pub(crate) fn same_version(held: &HeldVersion, wanted: &HeldVersion) -> bool {
-    held.version == wanted.version && (wanted.manifest.is_empty() || held.manifest == wanted.manifest)
 }

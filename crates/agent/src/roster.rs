@@ -13,7 +13,6 @@ use super::core::Core;
 use super::group::{Epoch, Standing};
 use super::lead::Leader;
 use super::lead::peers::Peer;
-use super::rollout::same_version;
 use weightsync_core::protocol::{
     HeldVersion, MemberName, MemberPhase, MemberState, Role, RosterReplica, RosterView, Skew, Version, newest_in_service, skew,
 };
@@ -27,7 +26,7 @@ pub fn view(epoch: Option<&Epoch>, current: Option<&HeldVersion>, peers: &BTreeM
     let going_back = epoch.filter(|epoch| {
         let there = |name: &MemberName| {
             let installed = serving(name).and_then(|state| state.installed.as_ref());
-            installed.zip(current).is_some_and(|(installed, current)| same_version(installed, current))
+            installed.zip(current).is_some_and(|(installed, current)| installed.is(current))
         };
         let reached = epoch.rollouts().iter().filter(|name| there(name)).count();
         epoch.returned().is_some() && reached < usize::try_from(epoch.prepared.policy.min_ready.max(1)).unwrap_or(usize::MAX)
@@ -90,7 +89,7 @@ fn word(
         (MemberPhase::EngineDown | MemberPhase::Idle | MemberPhase::Prepared, ..) => "out",
         (MemberPhase::Ready, _, _) if !state.healthy => "out",
         (MemberPhase::Ready, _, None) => "ready",
-        (MemberPhase::Ready, Some(installed), Some(current)) if same_version(installed, current) => "ready",
+        (MemberPhase::Ready, Some(installed), Some(current)) if installed.is(current) => "ready",
         (MemberPhase::Ready, Some(installed), _) if going_back && left(installed) => "ready",
         (MemberPhase::Ready, Some(installed), Some(current)) if installed.version != current.version => {
             let within = |Limit { most, counts, newest }| skew(most, counts, newest, installed.version) == Skew::Within;

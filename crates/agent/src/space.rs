@@ -8,7 +8,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
-use crate::core::lock;
+use crate::locks::lock;
 
 /// Memory that is never asked for, so that other processes of the pod and node have room to breathe: 1/32 of the limit, or of the node.
 const RESERVE: u64 = 32;

@@ -5,8 +5,8 @@
 
 use std::sync::{Mutex, OnceLock};
 
-use super::core::lock;
 use super::group::refusal;
+use super::locks::lock;
 use weightsync_core::protocol::{HeldVersion, Refusal, RefusalCode, STATEMENTS, Statement};
 use weightsync_net::identity::{Identity, PeerIdentity};
 

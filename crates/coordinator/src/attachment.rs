@@ -9,7 +9,7 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 
-use super::run::Timing;
+use super::timing::Timing;
 use weightsync_core::protocol::{AgentEvent, Incarnation};
 use weightsync_net::https::{AgentClient, EventStream};
 

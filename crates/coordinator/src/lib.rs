@@ -18,11 +18,13 @@ mod run;
 mod statements;
 #[cfg(test)]
 pub(crate) mod tests;
+mod timing;
 mod tokens;
 
 pub use addresses::Addresses;
 pub use directory::{Directory, Held, Registered};
 pub use enrollment::{Enrollment, Presented, ProvenPod, TokenVerifier, keep_certified, router};
 pub use ports::{CoordinatorEvent, EpochStore, EventSink, PersistError};
-pub use run::{Context, Coordinator, CoordinatorHandle, Ended, Timing, Wanted};
+pub use run::{Context, Coordinator, CoordinatorHandle, Ended, Wanted};
+pub use timing::Timing;
 pub use tokens::SingleUseTokens;

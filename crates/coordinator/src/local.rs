@@ -11,13 +11,15 @@ mod pod;
 mod port;
 mod process;
 mod restarts;
+mod spec;
 mod store;
 mod supervisor;
 
-pub use group::{Group, GroupError, GroupSpec};
+pub use group::{Group, GroupError};
 pub use page::PageServer;
 pub use pod::{EngineProgram, PodSpec};
 pub use port::free_port;
+pub use spec::GroupSpec;
 
 use weightsync_core::protocol::{Preflight, TransportPolicy, UpdatePolicy};
 

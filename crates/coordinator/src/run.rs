@@ -19,6 +19,7 @@ use super::common_change::Common;
 use super::directory::{Arrival, Directory};
 use super::ports::{CoordinatorEvent, EpochStore, EventSink};
 use super::statements::Statements;
+use super::timing::Timing;
 use weightsync_core::membership::{Decision, LeftOut, Membership, MembershipConfig, MembershipView, Observation, Restored};
 use weightsync_core::plan::Candidate;
 use weightsync_core::protocol::{AgentEvent, Announcement, EpochId, Incarnation};
@@ -31,23 +32,6 @@ const LINES: usize = 1024;
 /// Most incarnations of one endpoint with a connection: the one that ends, and its successor. A pod that invents more cannot exhaust
 /// memory.
 const LIVES_OF_AN_ENDPOINT: usize = 2;
-
-/// Deadlines of the coordinator's own. Those of members are in [`MembershipConfig`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Timing {
-    /// Deadline for the start of an event stream.
-    pub attach: Duration,
-    /// Deadline for a fence or a release.
-    pub tell: Duration,
-    /// Deadline for a write of the epoch.
-    pub persist: Duration,
-}
-
-impl Default for Timing {
-    fn default() -> Self {
-        Self { attach: Duration::from_secs(1), tell: Duration::from_secs(2), persist: Duration::from_secs(10) }
-    }
-}
 
 /// The planner's desired state of the object. Only the latest counts.
 #[derive(Debug, Clone, PartialEq)]

@@ -17,7 +17,6 @@ use zeromq::{ReqSocket, Socket, SocketRecv, SocketSend, ZmqError};
 
 use super::EngineError;
 use super::device::{DeviceBucket, DevicePlace};
-use super::feed::no_form;
 use super::http::Until;
 use weightsync_core::protocol::worker::IpcHandle;
 use weightsync_core::weights::Dtype;
@@ -107,7 +106,7 @@ impl ParameterServer {
             .iter()
             .map(|place| checkpoint_engine_bucket(pieces, place.offset))
             .collect::<Result<_, _>>()
-            .map_err(|error| no_form(&error))?;
+            .map_err(|error| EngineError::no_form(&error))?;
         match &self.memory {
             None => {
                 let shared = |(handle, bytes): &(IpcHandle, u64)| SharedTensor {
@@ -119,8 +118,11 @@ impl ParameterServer {
                     device: Device::Readers,
                     counter: None,
                 };
-                let tensors: Vec<Value> =
-                    memory.iter().map(|each| shared(each).unbuilt()).collect::<Result<_, _>>().map_err(|error| no_form(&error))?;
+                let tensors: Vec<Value> = memory
+                    .iter()
+                    .map(|each| shared(each).unbuilt())
+                    .collect::<Result<_, _>>()
+                    .map_err(|error| EngineError::no_form(&error))?;
                 self.exchange(&tensors, Then::More, until).await?;
                 self.memory = Some(memory);
             }

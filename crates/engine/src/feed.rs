@@ -90,14 +90,6 @@ pub(super) fn pieces<'a>(layout: &'a Arc<Layout>, bucket: &DeviceBucket) -> Vec<
     parts.map(piece).collect()
 }
 
-/// The error for a tensor that torch cannot represent; the version cannot use this route.
-pub(super) fn no_form(error: &weightsync_torch::TorchError) -> EngineError {
-    EngineError::Unsupported {
-        what: error.to_string(),
-        next_step: "publish tensors of plain element types, or feed this engine from a directory".into(),
-    }
-}
-
 /// Whether the model at `served` is quantised; `None` if its `config.json` cannot be read from here.
 pub(super) fn is_quantised(served: Option<&Path>) -> Option<bool> {
     let config = std::fs::read(served?.join("config.json")).ok()?;

@@ -15,7 +15,7 @@ use tokio::sync::watch;
 use tokio_util::task::AbortOnDropHandle;
 
 use super::device::{DeviceBucket, DeviceInstall, DeviceJob, Released};
-use super::feed::{Feed, no_form};
+use super::feed::Feed;
 use super::http::{EngineHttp, Until};
 use super::{EngineError, InstallError};
 use weightsync_core::protocol::{GroupFacts, GroupPlace};
@@ -128,7 +128,7 @@ pub(super) struct Tensors {
 
 impl Tensors {
     fn of(layout: &Layout, wire: &WireBucket) -> Result<Self, EngineError> {
-        let dtype = dtype_name(wire.dtype).ok_or_else(|| no_form(&TorchError::NoDtype(wire.dtype)))?;
+        let dtype = dtype_name(wire.dtype).ok_or_else(|| EngineError::no_form(&TorchError::NoDtype(wire.dtype)))?;
         let entries = wire.tensors.iter().filter_map(|at| layout.entries.get(*at));
         let (names, shapes): (Vec<_>, Vec<_>) = entries.map(|entry| (entry.tensor.name.clone(), entry.tensor.shape.clone())).unzip();
         Ok(Self { dtypes: vec![dtype; names.len()], names, shapes })

@@ -90,6 +90,14 @@ pub enum EngineError {
 }
 
 impl EngineError {
+    /// A tensor that torch cannot represent: the version cannot be installed in this way.
+    pub(crate) fn no_form(error: &weightsync_torch::TorchError) -> Self {
+        Self::Unsupported {
+            what: error.to_string(),
+            next_step: "publish tensors of plain element types, or feed this engine from a directory".into(),
+        }
+    }
+
     /// Whether the engine refused the request, for another reason than a lack of memory.
     pub fn is_refusal(&self) -> bool {
         let said_no = |body: &str| !body.to_ascii_lowercase().replace(' ', "").contains("outofmemory");

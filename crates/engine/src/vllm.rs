@@ -12,6 +12,7 @@ mod device;
 mod draft;
 mod gpus;
 mod group;
+mod hello;
 mod listening;
 mod progress;
 mod session;

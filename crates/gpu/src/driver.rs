@@ -6,6 +6,7 @@ use std::sync::OnceLock;
 
 use super::GpuError;
 use super::library::{functions, open};
+use weightsync_core::protocol::worker::{IpcHandle, Opaque};
 
 pub(super) type Code = c_int;
 pub(super) type Address = u64;
@@ -23,6 +24,14 @@ pub(super) struct Uuid(pub [u8; 16]);
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(super) struct Ipc(pub [c_char; 64]);
+
+pub(super) fn to_ipc(handle: &IpcHandle) -> Ipc {
+    Ipc(handle.0.map(|byte| c_char::from_ne_bytes([byte])))
+}
+
+pub(super) fn from_ipc(handle: Ipc) -> IpcHandle {
+    Opaque(handle.0.map(|byte| byte.to_ne_bytes()[0]))
+}
 
 functions! {
     /// libcuda (cuda.h of CUDA 12; the names with `_v2` are those that 11.4 to 13.x export).

@@ -11,8 +11,7 @@ use std::sync::Arc;
 use rustix::fs::SealFlags;
 use rustix::mm::{MapFlags, ProtFlags};
 
-use super::driver::{Driver, OUT_OF_MEMORY};
-use super::stream::{from_ipc, to_ipc};
+use super::driver::{Driver, OUT_OF_MEMORY, from_ipc, to_ipc};
 use super::{Device, GpuError};
 use weightsync_core::protocol::worker::IpcHandle;
 

@@ -1,12 +1,11 @@
 //! Streams and events. Decides how work is ordered on the GPU; the host never waits here, it asks whether an event fired.
 
-use std::ffi::c_char;
 use std::sync::Arc;
 
-use super::driver::{Driver, Handle, Ipc, NOT_READY};
+use super::driver::{Driver, Handle, Ipc, NOT_READY, from_ipc, to_ipc};
 use super::memory::Address;
 use super::{Device, GpuError, Span};
-use weightsync_core::protocol::worker::{IpcHandle, Opaque};
+use weightsync_core::protocol::worker::IpcHandle;
 
 /// `CU_STREAM_NON_BLOCKING`: takes no turns with the default stream.
 const NON_BLOCKING: u32 = 1;
@@ -160,12 +159,4 @@ impl Drop for Event {
         // SAFETY: no one has the event any more; the driver frees it when it fired (cuda.h).
         let _ = unsafe { (self.driver.event_destroy)(self.raw) };
     }
-}
-
-pub(super) fn to_ipc(handle: &IpcHandle) -> Ipc {
-    Ipc(handle.0.map(|byte| c_char::from_ne_bytes([byte])))
-}
-
-pub(super) fn from_ipc(handle: Ipc) -> IpcHandle {
-    Opaque(handle.0.map(|byte| byte.to_ne_bytes()[0]))
 }

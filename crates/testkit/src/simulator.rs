@@ -18,11 +18,13 @@ mod memory;
 mod model;
 mod served;
 mod sglang;
+mod sglang_reply;
 mod tensors;
 #[cfg(test)]
 mod tests;
 mod unpickle;
 mod vllm;
+mod vllm_reply;
 mod worker;
 
 use std::collections::VecDeque;

@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use super::facts::Gpus;
+use super::found::Gpus;
 use super::host::Host;
 use weightsync_agent::rdma::Rdma;
 use weightsync_core::protocol::worker::{GpuFacts, GpuLink};

@@ -7,7 +7,7 @@ use std::path::Path;
 use serde::Serialize;
 
 use super::advice::{Advice, Way};
-use super::facts::{Found, Gpus};
+use super::found::{Found, Gpus};
 use super::host::Host;
 use weightsync_agent::rdma::{LOCKED, Rdma, nearest};
 use weightsync_core::plan::show_bytes;

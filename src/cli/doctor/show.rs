@@ -2,7 +2,8 @@
 
 use std::fmt::Write;
 
-use super::facts::{Gpus, Report};
+use super::facts::Report;
+use super::found::Gpus;
 use super::gdr::Check;
 use super::host::Host;
 use weightsync_agent::command::text::columns;

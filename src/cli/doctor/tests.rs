@@ -2,7 +2,8 @@ use std::fs;
 use std::os::unix::fs::symlink;
 
 use super::advice::{Advice, advise, notes};
-use super::facts::{Facts, Found, Gpus, Report};
+use super::facts::{Facts, Report};
+use super::found::{Found, Gpus};
 use super::gdr::{self, Check};
 use super::host::{Host, PidNamespace};
 use super::show::render;

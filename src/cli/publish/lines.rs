@@ -6,7 +6,6 @@ use std::time::{Duration, Instant};
 
 use indicatif::HumanBytes;
 
-use super::show::doing;
 use weightsync_core::protocol::{ClientReply, UpdatePhase, Version};
 
 /// Time between two lines while attempt and phase stay the same.
@@ -68,6 +67,19 @@ impl Lines {
                 format!("version {version}: attempt {attempt}: {}{bytes} ({seconds} s)", doing(phase))
             }
         }
+    }
+}
+
+/// What happens in a phase.
+pub(super) fn doing(phase: UpdatePhase) -> &'static str {
+    match phase {
+        UpdatePhase::Begin => "asking replicas",
+        UpdatePhase::Transfer => "sending",
+        UpdatePhase::Verify => "checking digests",
+        UpdatePhase::Staged => "staged",
+        UpdatePhase::Activate => "engines switch",
+        UpdatePhase::Done => "done",
+        UpdatePhase::Failed => "failed",
     }
 }
 

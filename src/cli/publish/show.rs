@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use indicatif::{HumanBytes, ProgressBar, ProgressStyle};
 
-use super::lines::Lines;
-use weightsync_core::protocol::{ClientReply, MixedWindow, PublishError, PublishResult, UpdatePhase, Version};
+use super::lines::{Lines, doing};
+use weightsync_core::protocol::{ClientReply, MixedWindow, PublishError, PublishResult, Version};
 
 /// What is shown while a publish runs, on standard error.
 pub(super) enum Progress {
@@ -72,18 +72,6 @@ fn move_bar(bar: &ProgressBar, reply: &ClientReply) {
             bar.set_message(doing(*phase));
         }
         _ => {}
-    }
-}
-
-pub(super) fn doing(phase: UpdatePhase) -> &'static str {
-    match phase {
-        UpdatePhase::Begin => "asking replicas",
-        UpdatePhase::Transfer => "sending",
-        UpdatePhase::Verify => "checking digests",
-        UpdatePhase::Staged => "staged",
-        UpdatePhase::Activate => "engines switch",
-        UpdatePhase::Done => "done",
-        UpdatePhase::Failed => "failed",
     }
 }
 

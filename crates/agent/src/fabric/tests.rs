@@ -12,7 +12,7 @@ use crate::gpu::{GpuChoice, GpuSettings, Share};
 use crate::group::Me;
 use crate::rdma::tests::{plug, put_gpu};
 use tokio_util::sync::CancellationToken;
-use weightsync_core::protocol::{Incarnation, Role};
+use weightsync_core::protocol::{Incarnation, Role, TransportWish};
 use weightsync_transport::nccl::NcclTransport;
 use weightsync_transport::tcp::{TcpOptions, TcpTransport};
 
@@ -84,7 +84,7 @@ fn devices_are_those_that_ucx_would_read() {
 fn a_worker_takes_the_devices_nearest_to_its_gpu() {
     let root = tempfile::tempdir().unwrap();
     let only_rdma = UcxSettings { tls: vec!["rc".to_owned()], devices: Vec::new() };
-    let by = |ucx: &UcxSettings, gpu: &str| near(ucx, gpu, root.path()).devices;
+    let by = |ucx: &UcxSettings, gpu: &str| devices::near(ucx, gpu, root.path()).devices;
     plug(root.path(), "mlx5_0", "pci0000:00/0000:00:01.0/0000:01:00.0", 0);
     put_gpu(root.path(), "pci0000:00/0000:00:01.0/0000:0a:00.0");
     put_gpu(root.path(), "pci0000:c0/0000:c0:01.0/0000:ca:00.0");

@@ -12,8 +12,8 @@ use bytes::Bytes;
 use tokio::time::Instant;
 
 use super::{GRACE, Gpus, Open, left};
-use crate::core::lock;
 use crate::group::{Epoch, refusal};
+use crate::locks::lock;
 use crate::surroundings::Surroundings;
 use weightsync_core::protocol::{LendRequest, LentMemory, Refusal, RefusalCode};
 use weightsync_gpu::worker::{Slot, WorkerError};

@@ -14,19 +14,23 @@ use super::Leader;
 use super::agreement::{Agreement, compare};
 use super::calls::{Calls, Following};
 use super::engines::EngineGroupsLed;
+use super::keeping::Keep;
 use super::order::{after, in_order};
 use super::peers::Peers;
-use super::phases::ANSWER;
-use super::stream::{Keep, Sending};
+use super::stream::Sending;
 use super::table::{Failure, Switching, Table, Verdict};
-use crate::core::{Core, lock};
+use crate::core::Core;
 use crate::group::{Epoch, refusal};
+use crate::locks::lock;
 use crate::version_source::VersionSource;
 use weightsync_core::protocol::{
     FinishRequest, HeldVersion, InstallStep, MemberName, MixedWindow, PublishErrorCode, RefusalCode, Role, Statement, UpdateId,
     UpdatePhase, UpdateView,
 };
 use weightsync_core::weights::{DigestAlgorithm, Layout, Manifest};
+
+/// What a member may take to answer beyond the silence that it is allowed.
+pub(super) const ANSWER: Duration = Duration::from_secs(5);
 
 /// Least time between two views while bytes move.
 const VIEW_PERIOD: Duration = Duration::from_millis(200);

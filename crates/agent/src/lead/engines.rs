@@ -95,12 +95,12 @@ impl EngineGroupsLed {
     /// while they answer fast.
     pub(super) fn is_to_be_checked(&self) -> bool {
         let members: Vec<MemberName> = self.groups.iter().flat_map(|group| &group.plan.members).map(|(name, _)| name.clone()).collect();
-        comparable(&members) && crate::core::lock(&self.checked_ms).is_none_or(|took| took <= FAST_CHECKSUMS_MS)
+        comparable(&members) && crate::locks::lock(&self.checked_ms).is_none_or(|took| took <= FAST_CHECKSUMS_MS)
     }
 
     /// Engines were asked, and the slowest of those that could be compared took so long; none could without it.
     pub(super) fn checked(&self, slowest_ms: Option<u64>) {
-        *crate::core::lock(&self.checked_ms) = Some(slowest_ms.unwrap_or(u64::MAX));
+        *crate::locks::lock(&self.checked_ms) = Some(slowest_ms.unwrap_or(u64::MAX));
     }
 
     /// Why they cannot be used any more, if so.
@@ -151,12 +151,12 @@ impl Drop for EngineGroupsLed {
 
 impl Leader {
     pub(super) fn engines_of(&self, epoch: &Epoch) -> Option<Arc<EngineGroupsLed>> {
-        crate::core::lock(&self.engines).clone().filter(|led| led.epoch == *epoch.id())
+        crate::locks::lock(&self.engines).clone().filter(|led| led.epoch == *epoch.id())
     }
 
     pub(super) async fn form_engines(&self, epoch: &Arc<Epoch>, deadline: Instant) -> Result<(), Refusal> {
         let internal = |what: String| refusal(RefusalCode::Internal, what);
-        let before = crate::core::lock(&self.engines).take();
+        let before = crate::locks::lock(&self.engines).take();
         if let Some(before) = before {
             // An abort that hangs costs this epoch no more than half of its time.
             let aborted = before.break_off("another epoch took its place");
@@ -195,7 +195,7 @@ impl Leader {
             led.break_off(&refusal.message).await;
             return Err(refusal);
         }
-        *crate::core::lock(&self.engines) = Some(led.clone());
+        *crate::locks::lock(&self.engines) = Some(led.clone());
         let (core, me) = (self.core.clone(), epoch.me().clone());
         tokio::spawn(async move {
             tokio::select! {

@@ -11,8 +11,8 @@ use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout_at};
 
 use super::Leader;
+use super::attempt::ANSWER;
 use super::attempt::{Attempt, Begun, Brought, Stage};
-use super::phases::ANSWER;
 use super::table::{Failure, Switching, Table};
 use crate::external::{Teller, Word};
 use crate::group::Epoch;

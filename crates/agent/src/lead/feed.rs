@@ -14,9 +14,8 @@ use tokio::time::{Instant, sleep_until};
 use super::table::{Failure, Switching};
 use super::{Leader, Plan, Stage};
 use crate::attempts::Attempts;
-use crate::core::lock;
 use crate::group::Epoch;
-use crate::rollout::same_version;
+use crate::locks::lock;
 use crate::version_source::VersionSource;
 use weightsync_core::protocol::{EpochId, HeldVersion, MemberName, MemberPhase, MemberState, Role, UpdatePhase};
 use weightsync_core::weights::{DigestAlgorithm, Manifest};
@@ -126,7 +125,7 @@ impl Feeder {
                 Some(installed) => {
                     let lowers =
                         installed.version <= held.version || epoch.left(installed.version) || may_lower && !later.contains(installed);
-                    !same_version(installed, held) && lowers
+                    !installed.is(held) && lowers
                 }
             };
             if there && !lacks {

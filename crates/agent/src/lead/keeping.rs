@@ -3,16 +3,34 @@
 //! One after the other, in the order of the buckets. They go on whatever becomes of anyone who sends: what was copied serves the next attempt. The
 //! memory of a bucket is held until its copy ended, so the sender may be slowed down by it, never a copy be wrong.
 
+use async_trait::async_trait;
+use bytes::Bytes;
 use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
-use super::stream::Keep;
 use weightsync_gpu::worker::WorkerError;
 use weightsync_transport::DevicePayload;
 use weightsync_transport::nccl::Staging;
+
+/// Takes a copy of each bucket that is sent, in order; gives back what is to be sent, so that the source's own memory is free at once.
+#[async_trait]
+pub trait Keep: Send + Sync {
+    /// Keeps the bucket; the same bytes, perhaps in other memory.
+    fn keep(&self, bytes: Bytes) -> Bytes;
+
+    /// Keeps these very bytes, which no one else will write to.
+    fn take(&self, bytes: Bytes);
+
+    /// No more buckets of this attempt will come.
+    fn give_up(&self);
+
+    /// Waits until so many buckets of this attempt were kept, at most `limit`: a copy may still be under way when all was sent. False when it
+    /// is not whole.
+    async fn whole(&self, buckets: u32, limit: Duration) -> bool;
+}
 
 /// Copies under way. What is dropped goes on copying.
 pub(super) struct Keeping {

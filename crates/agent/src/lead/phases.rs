@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use tokio::time::{Instant, sleep_until};
 
-use super::attempt::{Attempt, Stage};
+use super::attempt::{ANSWER, Attempt, Stage};
 use super::calls::{Answer, Answers, Following};
 use super::engine_round::EngineStream;
 use super::engine_sink::EngineSink;
@@ -24,9 +24,6 @@ use weightsync_transport::{BucketSink, TransportError};
 /// Once enough members opened the update, the others have this long to do so, and never longer than half of what members wait for the first
 /// byte: one engine that is stuck cost all of them the attempt when both were equal.
 const OPENING_GRACE: Duration = Duration::from_secs(5);
-
-/// What a member may take to answer beyond the silence that it is allowed.
-pub(super) const ANSWER: Duration = Duration::from_secs(5);
 
 impl Attempt<'_> {
     pub(super) async fn begin(

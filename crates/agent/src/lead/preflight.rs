@@ -12,9 +12,9 @@ use tokio::time::{Instant, sleep};
 use super::Leader;
 use super::calls::Calls;
 use super::probe::hello;
-use crate::core::lock;
 use crate::edge::measure;
 use crate::group::Epoch;
+use crate::locks::lock;
 use weightsync_core::plan::{Edges, Next, arrange};
 use weightsync_core::protocol::{
     Arrangement, ClockAnswer, Delivery, EdgeOutcome, EdgeReport, EdgeRequest, MOST_EDGES, MemberName, Preflight, PreflightReport, UpdateId,

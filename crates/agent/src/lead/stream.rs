@@ -5,12 +5,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use async_trait::async_trait;
 use bytes::Bytes;
 use tokio::sync::mpsc;
 use tokio::task::spawn_blocking;
 
-use super::keeping::Keeping;
+use super::keeping::{Keep, Keeping};
 use crate::version_source::{SourceError, VersionSource};
 use weightsync_core::protocol::BucketHeader;
 use weightsync_core::weights::{Bucket, BucketHasher, DigestAlgorithm, Layout, TensorHasherError};
@@ -31,23 +30,6 @@ pub(super) enum StreamError {
     Transport(#[from] TransportError),
     #[error("the stream does not fit its layout: {0}")]
     Layout(String),
-}
-
-/// Takes a copy of each bucket that is sent, in order; gives back what is to be sent, so that the source's own memory is free at once.
-#[async_trait]
-pub trait Keep: Send + Sync {
-    /// Keeps the bucket; the same bytes, perhaps in other memory.
-    fn keep(&self, bytes: Bytes) -> Bytes;
-
-    /// Keeps these very bytes, which no one else will write to.
-    fn take(&self, bytes: Bytes);
-
-    /// No more buckets of this attempt will come.
-    fn give_up(&self);
-
-    /// Waits until so many buckets of this attempt were kept, at most `limit`: a copy may still be under way when all was sent. False when it
-    /// is not whole.
-    async fn whole(&self, buckets: u32, limit: Duration) -> bool;
 }
 
 pub(super) struct Sending<'a> {

@@ -3,9 +3,9 @@
 //! Who waits for its turn serves what it has. When failures took all places, the others are passed over: the attempt ends by what the switched
 //! ones did, and the version before stays where it is.
 
+use super::attempt::ANSWER;
 use super::attempt::{Attempt, Stage};
 use super::calls::Following;
-use super::phases::ANSWER;
 use super::table::{Failure, Table, Verdict};
 use super::waves::{Waiting, Waves};
 use weightsync_core::protocol::{ActivateRequest, MemberName, MemberPhase, UpdateId};

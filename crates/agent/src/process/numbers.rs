@@ -16,13 +16,12 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
+use super::labels::{OfEngine, PORT};
 use super::progress;
 use crate::core::Core;
 use crate::rollout::Rollout;
 use weightsync_core::protocol::{InstallStep, MemberState, Received, TransportChoice, UpdateId, UpdatePhase, UpdateStatus, UpdateView};
 use weightsync_net::metrics::{Definition, Metrics, times};
-
-pub(super) const PORT: &[(&str, &str)] = &[("port", "of the engine; 0 for a source")];
 
 const EPOCH: Definition =
     Definition::gauge("agent_epoch", "Number of the epoch that the endpoint prepared or committed, 0 for none").by(PORT);
@@ -80,11 +79,6 @@ pub const DEFINITIONS: &[Definition] = &[
     progress::RECEIVED,
     progress::TOTAL,
 ];
-
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub(super) struct OfEngine {
-    pub(super) port: u16,
-}
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct Carried {

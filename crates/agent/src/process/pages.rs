@@ -23,8 +23,10 @@ use tokio_util::sync::CancellationToken;
 
 use super::numbers::Numbers;
 use super::progress::Progress;
+use super::shown::Shown;
 use super::watchers::{WATCHERS, WATCHERS_OF_ONE, Watchers};
-use crate::core::{Core, lock};
+use crate::core::Core;
+use crate::locks::lock;
 use crate::rollout::Rollout;
 use weightsync_core::protocol::{Role, RosterView};
 use weightsync_net::health::{self, Health};
@@ -40,18 +42,6 @@ pub(super) struct Pages {
     roster: watch::Receiver<RosterView>,
     shown: Arc<Mutex<Shown>>,
     numbers: Numbers,
-}
-
-/// What readiness is made of.
-#[derive(Default)]
-pub(super) struct Shown {
-    pub(super) rollouts: Vec<Arc<Rollout>>,
-    /// When the pod serves although no operator claimed it.
-    serves_unclaimed: Option<Instant>,
-    failed: Option<String>,
-    /// Whether the engines of the pod register.
-    registered: bool,
-    was_ready: Option<bool>,
 }
 
 impl Pages {
@@ -111,42 +101,6 @@ impl Pages {
     /// Keeps the numbers of an endpoint up to date; `rollout` is the endpoint's, unless it is a source's.
     pub(super) fn count(&self, core: &Arc<Core>, rollout: Option<&Arc<Rollout>>, tasks: &mut JoinSet<()>, cancel: &CancellationToken) {
         self.numbers.keep(core, rollout, tasks, cancel);
-    }
-}
-
-impl Shown {
-    /// An operator claimed the pod: what was shown before is over. `failed` is why its object cannot be served.
-    fn claimed(&mut self, failed: Option<String>) {
-        *self = Self { failed, ..Self::default() };
-    }
-
-    /// The answer to a probe. A change is logged: it costs users a replica, and the kubelet does not show the reason.
-    fn answer(&mut self) -> Result<(), String> {
-        let ready = self.ready();
-        if self.was_ready.replace(ready.is_ok()) != Some(ready.is_ok()) {
-            match &ready {
-                Ok(()) => tracing::info!("the pod is ready"),
-                Err(why) => tracing::info!(why, "the pod is not ready"),
-            }
-        }
-        ready
-    }
-
-    fn ready(&self) -> Result<(), String> {
-        if let Some(reason) = &self.failed {
-            return Err(reason.clone());
-        }
-        if self.rollouts.is_empty() && self.registered {
-            return Err("no engine has registered yet (weightsync.register_engine)".into());
-        }
-        if self.rollouts.is_empty() {
-            return match self.serves_unclaimed {
-                Some(from) if from <= Instant::now() => Ok(()),
-                Some(_) => Err("not enrolled yet: the pod serves without an operator a little later".into()),
-                None => Err("not enrolled yet".into()),
-            };
-        }
-        self.rollouts.iter().try_for_each(|rollout| rollout.ready())
     }
 }
 

@@ -6,9 +6,9 @@ use std::sync::{Arc, Mutex};
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::DescriptorEncoder;
 
-use super::numbers::{OfEngine, PORT};
-use super::pages::Shown;
-use crate::core::lock;
+use super::labels::{OfEngine, PORT};
+use super::shown::Shown;
+use crate::locks::lock;
 use weightsync_net::metrics::{Definition, In};
 
 pub(super) const RECEIVED: Definition =

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::net::IpAddr;
 use std::sync::{Arc, Mutex};
 
-use crate::core::lock;
+use crate::locks::lock;
 
 /// Watches of the roster at once.
 pub(super) const WATCHERS: usize = 64;

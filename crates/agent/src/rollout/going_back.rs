@@ -5,9 +5,9 @@
 
 use std::sync::Arc;
 
-use super::{Inner, Rollout, Version, same_version};
-use crate::core::lock;
+use super::{Inner, Rollout, Version};
 use crate::group::Epoch;
+use crate::locks::lock;
 use crate::space::{NoSpace, Reservation};
 use weightsync_core::protocol::{HeldVersion, UpdatePolicy};
 
@@ -70,7 +70,7 @@ impl Inner {
             && self.machine.live().is_none()
             && !self.switching
             && !self.engine.unhealthy();
-        self.held().find(|held| due && same_version(&held.held, current)).cloned()
+        self.held().find(|held| due && held.held.is(current)).cloned()
     }
 
     /// Versions that the engine was switched to and that are kept.

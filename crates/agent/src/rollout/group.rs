@@ -14,8 +14,8 @@ use tokio::time::timeout;
 use super::receiver::{EngineReceiver, Limits, Undone, Way};
 use super::update::mark;
 use super::{Arriving, Rollout};
-use crate::core::lock;
 use crate::group::{Epoch, refusal};
+use crate::locks::lock;
 use weightsync_core::protocol::{
     BeginRequest, EngineChecksum, EngineJoinRequest, EngineJoinResponse, FinishRequest, GroupFacts, HeldVersion, ProvenBy, Receive,
     ReceiveRequest, ReceiveResponse, Refusal, RefusalCode, TransportKind,

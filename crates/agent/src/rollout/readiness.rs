@@ -4,7 +4,6 @@
 //! required. Unknown, partial, stale and outdated mean not ready, each with its reason.
 
 use super::machine::Installed;
-use super::same_version;
 use weightsync_core::protocol::{HeldVersion, Returned, Skew, Version, skew};
 use weightsync_engine::EngineStart;
 
@@ -80,11 +79,11 @@ pub fn ready(seen: &Seen<'_>) -> Result<(), String> {
             }
         }
         (Some(installed), Some(current))
-            if installed.held.version < current.version && !seen.awaits.is_some_and(|held| same_version(held, current)) =>
+            if installed.held.version < current.version && !seen.awaits.is_some_and(|held| held.is(current)) =>
         {
             Err(format!("the engine holds version {}, the group is at {}", installed.held.version, current.version))
         }
-        (Some(installed), Some(current)) if installed.held.version == current.version && !same_version(&installed.held, current) => {
+        (Some(installed), Some(current)) if installed.held.version == current.version && !installed.held.is(current) => {
             Err(format!("the engine holds other weights under the number {} than the group", current.version))
         }
         (Some(installed), _) => match seen.assigned.returned.filter(|returned| returned.left(installed.held.version)) {

@@ -12,8 +12,8 @@ use tokio::time::Instant;
 
 use super::version::Version;
 use super::version_dir::VersionDir;
-use crate::core::lock;
 use crate::group::refusal;
+use crate::locks::lock;
 use crate::space::Reservation;
 use weightsync_core::protocol::{BucketHeader, FinishRequest, HeldVersion, Refusal, RefusalCode, UpdateId};
 use weightsync_core::weights::safetensors::SafetensorsPlan;

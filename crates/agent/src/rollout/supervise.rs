@@ -337,7 +337,7 @@ impl Rollout {
 
     /// The rules of the last group, or usual ones before there was one.
     pub(super) fn policy(&self) -> UpdatePolicy {
-        crate::core::lock(&self.inner).policy.clone().unwrap_or_else(usual_policy)
+        crate::locks::lock(&self.inner).policy.clone().unwrap_or_else(usual_policy)
     }
 }
 

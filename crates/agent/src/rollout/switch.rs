@@ -9,7 +9,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
-use super::{Rollout, Version, same_version};
+use super::{Rollout, Version};
 use weightsync_core::protocol::{HeldVersion, PausePolicy, ProvenBy, UpdatePolicy};
 use weightsync_core::weights::Layout;
 use weightsync_engine::{DraftWay, EngineError, EngineStart, InstallError, InstallJob, InstallReport, InstallTerms, Left, draft};
@@ -189,8 +189,7 @@ impl Rollout {
         let (current, epoch) = (self.core.current(), self.core.epoch());
         let wanted = self.with(|inner| {
             let idle = inner.machine.live().is_none() && inner.machine.installed().is_none() && !inner.machine.must_not_serve();
-            let of_group =
-                current.as_ref().and_then(|current| inner.installed_once().find(|held| same_version(&held.held, current)).cloned());
+            let of_group = current.as_ref().and_then(|current| inner.installed_once().find(|held| held.held.is(current)).cloned());
             let newest = || {
                 inner.kept.clone().filter(|kept| {
                     current.as_ref().is_none_or(|current| kept.held.version > current.version)

@@ -170,7 +170,7 @@ impl Rollout {
 
     /// Refuses a message about an attempt that another member leads.
     pub fn check_leader(&self, update: &UpdateId, by: &LedBy) -> Result<(), Refusal> {
-        let inner = crate::core::lock(&self.inner);
+        let inner = crate::locks::lock(&self.inner);
         match inner.led.as_ref().filter(|led| led.update == *update) {
             Some(led) if led.pod_uid != by.pod_uid => {
                 let message = format!("attempt {} of version {} is led by another member", update.attempt, update.version);
@@ -182,7 +182,7 @@ impl Rollout {
 
     /// Refuses other weights than the ones that were begun.
     fn check_manifest(&self, request: &FinishRequest) -> Result<(), Refusal> {
-        let inner = crate::core::lock(&self.inner);
+        let inner = crate::locks::lock(&self.inner);
         let led = inner.led.as_ref().filter(|led| led.update == request.update);
         match led.and_then(|led| led.manifest.as_ref()) {
             Some(manifest) if *manifest != request.manifest_digest => {
@@ -230,7 +230,7 @@ impl Rollout {
         let status = self.last_attempt();
         let status = status.ok_or_else(|| refusal(RefusalCode::WrongPhase, "no update was begun here yet"))?;
         let leads = |led: &Led| matches!(peer, PeerIdentity::Agent { pod_uid, .. } if *pod_uid == led.pod_uid);
-        if crate::core::lock(&self.inner).led.as_ref().is_some_and(|led| led.update == status.update && leads(led)) {
+        if crate::locks::lock(&self.inner).led.as_ref().is_some_and(|led| led.update == status.update && leads(led)) {
             self.heard_leader(&status.update);
         }
         Ok(status)
@@ -400,7 +400,7 @@ impl Rollout {
     }
 
     pub(super) fn heard_leader(&self, update: &UpdateId) {
-        let inner = crate::core::lock(&self.inner);
+        let inner = crate::locks::lock(&self.inner);
         if let Some(receiving) = inner.receiving.as_ref().filter(|receiving| receiving.update == *update) {
             receiving.deadline.moved();
         }
@@ -439,7 +439,7 @@ impl Inner {
 impl Listener for Weak<Rollout> {
     fn moving(&self) {
         let Some(rollout) = self.upgrade() else { return };
-        let inner = crate::core::lock(&rollout.inner);
+        let inner = crate::locks::lock(&rollout.inner);
         if let Some(receiving) = &inner.receiving {
             receiving.deadline.moved();
         }

@@ -10,10 +10,10 @@ use tokio::time::timeout_at;
 use tokio_util::sync::CancellationToken;
 
 use super::Source;
-use crate::core::lock;
 use crate::external::{Ask, ExternalDesk, ExternalJob};
 use crate::group::Epoch;
 use crate::lead::ExternalPlan;
+use crate::locks::lock;
 use crate::source::outcome::{pinned, publish_error};
 use weightsync_core::protocol::{Delivery, HeldVersion, PublishError, PublishErrorCode, PublishResult, external_manifest};
 

@@ -13,9 +13,9 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use super::Source;
-use crate::core::lock;
 use crate::group::Epoch;
 use crate::lead::peers::Peer;
+use crate::locks::lock;
 use weightsync_core::protocol::MemberName;
 use weightsync_core::weights::Layout;
 use weightsync_transport::nccl::Staging;

@@ -13,11 +13,11 @@ use super::outcome::{by_topology, cancelled, internal, pinned, publish_error, re
 use super::reach::Reach;
 use super::retain::{Keeper, Retained, fits};
 use super::tracked::{LAST_COPY, Tracked};
-use crate::core::lock;
 use crate::group::Epoch;
 use crate::lead::feed::Feeder;
 use crate::lead::table::{Failure, Switching};
 use crate::lead::{Brought, Keep, Plan, Stage};
+use crate::locks::lock;
 use crate::publish_job::{NotActivated, PublishJob, Reporter};
 use crate::version_source::VersionSource;
 use weightsync_core::protocol::{

@@ -12,8 +12,8 @@ use tokio::sync::watch;
 use tokio::time::timeout;
 
 use crate::archive::Archived;
-use crate::core::lock;
 use crate::lead::Keep;
+use crate::locks::lock;
 use crate::space::{Cgroups, Reservation};
 use crate::version_source::{SourceError, VersionSource};
 use weightsync_core::protocol::HeldVersion;

@@ -7,7 +7,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 
 use super::workers::Workers;
-use crate::core::lock;
+use crate::locks::lock;
 use weightsync_core::protocol::{CanaryPolicy, EngineFacts, HeldVersion, KvCachePolicy, MixedWindow, PausePolicy, Version};
 use weightsync_core::weights::safetensors::Checkpoint;
 use weightsync_core::weights::{TensorSpec, digest_hex, tensor_digest};

@@ -1,7 +1,6 @@
 //! A group on one host: starts the supervisor and the coordinator. Commands control both through it.
 
-use std::net::{IpAddr, SocketAddr};
-use std::path::PathBuf;
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -13,7 +12,7 @@ use tokio_util::task::AbortOnDropHandle;
 
 use super::guard::Guard;
 use super::page::PageServer;
-use super::pod::PodSpec;
+use super::spec::GroupSpec;
 use super::store::FileStore;
 use super::supervisor::{Order, Supervisor};
 use crate::page::RecentEvents;
@@ -21,8 +20,8 @@ use crate::{
     Context, Coordinator, CoordinatorEvent, Directory, Enrollment, EventSink, PersistError, SingleUseTokens, Timing, Wanted,
     keep_certified, router,
 };
-use weightsync_core::membership::{JoinPolicy, MembershipConfig, MembershipView, Restored};
-use weightsync_core::protocol::{UpdatePolicy, Version};
+use weightsync_core::membership::{MembershipConfig, MembershipView, Restored};
+use weightsync_core::protocol::Version;
 use weightsync_net::https::{Access, AgentClient, Limits, serve_https};
 use weightsync_net::identity::{Ca, IdentityError, PeerIdentity};
 
@@ -32,31 +31,6 @@ const CERTIFICATES: Duration = Duration::from_hours(24 * 7);
 const TOKEN_LIFETIME: Duration = Duration::from_mins(1);
 /// Events that are buffered for a slow listener.
 const EVENTS: usize = 256;
-
-#[derive(Debug, Clone)]
-#[allow(missing_docs)]
-pub struct GroupSpec {
-    pub name: String,
-    /// Where agents announce themselves: an address of this host that all of them can reach.
-    pub address: IpAddr,
-    /// Folder for logs and the epoch; must exist.
-    pub directory: PathBuf,
-    /// Folder in memory for versions.
-    pub versions: PathBuf,
-    /// The trainer's pod first.
-    pub pods: Vec<PodSpec>,
-    pub policy: UpdatePolicy,
-    /// When a rollout may join.
-    pub join: JoinPolicy,
-    /// How long a joining replica waits for others.
-    pub debounce: Duration,
-    /// The version to which the group returns, and at which it stays.
-    pub target: Option<Version>,
-    /// The program that is started as an agent: this one.
-    pub program: PathBuf,
-    /// The program whose command `guard` ends the processes of the group if this one is killed: this one.
-    pub guard: PathBuf,
-}
 
 /// Why a group cannot be started.
 #[derive(Debug, thiserror::Error)]

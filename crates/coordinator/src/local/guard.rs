@@ -15,14 +15,21 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, kill_process, kill_process_group};
 use tokio::process::{Child, Command};
 
-use super::process::Whole;
-
 /// Interval at which the guard checks whether processes ended.
 const LOOK: Duration = Duration::from_millis(20);
 /// Longest wait for processes to end after SIGKILL.
 const KILLED: Duration = Duration::from_secs(5);
 /// Most processes that are guarded; a group has two for each pod.
 const MOST: usize = 4096;
+
+/// Which processes get the signals to a child.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Whole {
+    /// The child alone.
+    Process,
+    /// Its process group too: engines start workers of their own.
+    Group,
+}
 
 /// The guard of the processes of one group. When it is dropped or this process dies, the guard ends those that still run.
 #[derive(Debug)]

@@ -12,7 +12,7 @@ use tokio::io::AsyncWriteExt;
 use tokio::process::Command;
 use tokio::task::JoinHandle;
 
-use super::guard::Guard;
+use super::guard::{Guard, Whole};
 
 /// Longest time that a killed process may take to end.
 const KILLED: Duration = Duration::from_secs(5);
@@ -40,15 +40,6 @@ pub(super) struct Start<'a> {
     pub grace: Duration,
     /// Ends it if this program dies.
     pub guard: Arc<Guard>,
-}
-
-/// Which processes get the signals to a child.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Whole {
-    /// The child alone.
-    Process,
-    /// Its process group too: engines start workers of their own.
-    Group,
 }
 
 impl Process {

@@ -10,11 +10,12 @@ use rustix::process::Signal;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio_util::sync::{CancellationToken, DropGuard};
 
-use super::group::GroupSpec;
 use super::guard::Guard;
+use super::guard::Whole;
 use super::pod::{EngineProgram, PodSpec};
-use super::process::{Process, Start, Whole, tail};
+use super::process::{Process, Start, tail};
 use super::restarts::Restarts;
+use super::spec::GroupSpec;
 use crate::{Addresses, CoordinatorHandle, Directory, ProvenPod, SingleUseTokens};
 use weightsync_core::membership::{GroupStage, MemberView, MembershipView};
 use weightsync_core::plan::Candidate;

@@ -10,14 +10,7 @@ use crate::protocol::{EpochId, Incarnation, MemberName, MemberPhase, MemberState
 
 use super::Membership;
 use super::agents::{Agent, Link};
-use super::group::Forming;
-
-/// An eligible member, and the incarnation that represents it.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Eligible {
-    pub candidate: Arc<Candidate>,
-    pub life: Incarnation,
-}
+use super::group::{Eligible, Forming};
 
 /// Why a member is not eligible.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -10,8 +10,9 @@ use crate::protocol::{
     CommitRequest, EpochId, FenceRequest, Incarnation, MemberAddress, MemberName, PrepareRequest, Reason, Role, Roster, TransportChoice,
 };
 
-use super::assess::{Assessment, Eligible};
+use super::assess::Assessment;
 use super::backoff::Weight;
+use super::group::Eligible;
 use super::group::{Failure, Forming, Group, Persisting, Phase, Round, unreachable};
 use super::transport::choose;
 use super::{Decision, Membership};

@@ -9,8 +9,6 @@ use crate::protocol::{
     UpdatePolicy,
 };
 
-use super::assess::Eligible;
-
 /// A committed group.
 #[derive(Debug, Clone)]
 pub(super) struct Group {
@@ -75,6 +73,13 @@ impl Group {
     pub(super) fn member_of(&self, life: &Incarnation) -> Option<&MemberName> {
         self.lives.iter().find(|(_, other)| *other == life).map(|(name, _)| name)
     }
+}
+
+/// An eligible member, and the incarnation that represents it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Eligible {
+    pub candidate: Arc<Candidate>,
+    pub life: Incarnation,
 }
 
 /// A group that is being formed.

@@ -7,9 +7,10 @@ use crate::plan::LeftOutCode;
 use crate::protocol::{Incarnation, MemberName, Reason, Role};
 
 use super::agents::{Agent, Link};
-use super::assess::{Assessment, Eligible};
+use super::assess::Assessment;
 use super::backoff::Weight;
 use super::forming::SETTLE_MS;
+use super::group::Eligible;
 use super::group::unreachable;
 use super::{JoinPolicy, Membership};
 

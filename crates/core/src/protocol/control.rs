@@ -203,6 +203,13 @@ pub struct HeldVersion {
     pub manifest: String,
 }
 
+impl HeldVersion {
+    /// Whether this is the wanted version. A controller that knows only its number gives no manifest.
+    pub fn is(&self, wanted: &Self) -> bool {
+        self.version == wanted.version && (wanted.manifest.is_empty() || self.manifest == wanted.manifest)
+    }
+}
+
 /// What an engine adapter found out about its server.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]

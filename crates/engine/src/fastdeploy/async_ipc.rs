@@ -19,7 +19,7 @@ use super::unsupported;
 use crate::EngineError;
 use crate::checkpoint_engine::Then;
 use crate::device::{DeviceBucket, Released};
-use crate::feed::{Feed, FeedJob, no_form, pieces};
+use crate::feed::{Feed, FeedJob, pieces};
 use crate::fit::{self, Fit};
 use crate::http::{EngineHttp, Until};
 use weightsync_core::weights::{Layout, Section, TensorSpec};
@@ -200,7 +200,7 @@ impl Feed for AsyncIpc {
         let message = |rank: &Rank| {
             let place = bucket.on(&rank.gpu)?;
             let buffer = SharedBuffer { handle: place.handle.0, offset: place.offset, bytes: bucket.bucket.bytes, device: rank.device };
-            paddle::bucket(&all, &buffer).map(|message| Bytes::from(message.pickle())).map_err(|error| no_form(&error))
+            paddle::bucket(&all, &buffer).map(|message| Bytes::from(message.pickle())).map_err(|error| EngineError::no_form(&error))
         };
         let messages = self.ranks.iter().map(message).collect::<Result<Vec<_>, _>>()?;
         if self.call.is_none() {

@@ -6,12 +6,10 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use base64::Engine as _;
-use base64::engine::general_purpose::STANDARD;
 use serde_json::{Value, json};
 
 use super::allowed::{self, Seen};
-use super::tensors::Tensors;
+use super::tensors::{Tensors, update};
 use super::{Lmdeploy, null, unsupported};
 use crate::EngineError;
 use crate::checkpoint_engine::Call;
@@ -138,12 +136,6 @@ impl Lmdeploy {
         let status = self.status(until).await?;
         status.must("ready", &Value::Bool(true)).map(drop)
     }
-}
-
-/// The body of `/update_weights`: one pickle for each rank.
-pub(super) fn update(pickles: Vec<Vec<u8>>, finished: bool) -> Value {
-    let tensors: Vec<String> = pickles.iter().map(|pickle| STANDARD.encode(pickle)).collect();
-    json!({"serialized_named_tensors": tensors, "load_format": "flattened_bucket", "finished": finished})
 }
 
 /// UUIDs in the order of ranks.

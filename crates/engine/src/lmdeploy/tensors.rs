@@ -4,16 +4,18 @@
 //! server keeps its earlier copy and would load old bytes (InternLM/lmdeploy#4397). Its response does not mean that it has read: it records
 //! the given event after its copies. Without an event, the call makes it copy the bucket first.
 
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use async_trait::async_trait;
 
 use super::null;
-use super::route::update;
 use crate::EngineError;
 use crate::device::{DeviceBucket, DevicePlace, Released};
-use crate::feed::{Feed, no_form, pieces};
+use crate::feed::{Feed, pieces};
 use crate::http::{EngineHttp, Until};
 use weightsync_core::weights::{Dtype, Layout};
 use weightsync_torch::{Device, Piece, SharedTensor, lmdeploy_bucket, lmdeploy_nothing};
@@ -53,7 +55,7 @@ impl Tensors {
             counter: None,
         };
         let event = place.event.map(|event| event.0);
-        let value = lmdeploy_bucket(pieces, &tensor, event, event.is_none()).map_err(|error| no_form(&error))?;
+        let value = lmdeploy_bucket(pieces, &tensor, event, event.is_none()).map_err(|error| EngineError::no_form(&error))?;
         Ok(value.pickle())
     }
 }
@@ -88,4 +90,10 @@ impl Feed for Tensors {
     }
 
     async fn fail(&mut self, _: &str, _: Until) {}
+}
+
+/// The body of `/update_weights`: one pickle for each rank.
+pub(super) fn update(pickles: Vec<Vec<u8>>, finished: bool) -> Value {
+    let tensors: Vec<String> = pickles.iter().map(|pickle| STANDARD.encode(pickle)).collect();
+    json!({"serialized_named_tensors": tensors, "load_format": "flattened_bucket", "finished": finished})
 }

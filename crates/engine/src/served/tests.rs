@@ -1,3 +1,6 @@
+use std::io::{BufRead, BufReader};
+use std::process::Stdio;
+
 use super::*;
 
 #[test]
@@ -20,7 +23,12 @@ fn relative_path_is_found_where_its_process_works() {
     let here = tempfile::tempdir().unwrap();
     let name = format!("m{}", std::process::id());
     std::fs::create_dir(here.path().join(&name)).unwrap();
-    let mut child = std::process::Command::new("tail").args(["-f", "/dev/null", &name]).current_dir(here.path()).spawn().unwrap();
+    let mut command = std::process::Command::new("sh");
+    command.args(["-c", "echo up; read _", "sh", &name]).current_dir(here.path()).stdin(Stdio::piped()).stdout(Stdio::piped());
+    let mut child = command.spawn().unwrap();
+    // A process has no command line for a moment after it was started.
+    let mut line = String::new();
+    BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
     let found = find(&name, Path::new("/proc"));
     child.kill().unwrap();
     child.wait().unwrap();

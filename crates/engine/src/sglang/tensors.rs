@@ -18,7 +18,7 @@ use serde_json::{Value, json};
 
 use crate::EngineError;
 use crate::device::{DeviceBucket, Released};
-use crate::feed::{Feed, no_form, pieces};
+use crate::feed::{Feed, pieces};
 use crate::http::{EngineHttp, Until};
 use crate::unproven::Unproven;
 use weightsync_core::weights::{Dtype, Layout};
@@ -94,7 +94,7 @@ impl Tensors {
                 device: Device::Uuid(place.gpu.clone()),
                 counter: Some(counter.clone()),
             };
-            let value = sglang_bucket(&all, &tensor).map_err(|error| no_form(&error))?;
+            let value = sglang_bucket(&all, &tensor).map_err(|error| EngineError::no_form(&error))?;
             pickles.push(STANDARD.encode(value.pickle()));
             counters.push(counter);
         }

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 
-use super::listening::Rules;
+use super::hello::Rules;
 use super::session::{CONNECT, Session, init};
 use super::workers::Workers;
 use crate::EngineError;

@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 
 use crate::EngineError;
 use crate::device::{DeviceBucket, Released};
-use crate::feed::{Feed, no_form, pieces};
+use crate::feed::{Feed, pieces};
 use crate::http::{EngineHttp, Until};
 use crate::unproven::Unproven;
 use weightsync_core::weights::{Dtype, Layout};
@@ -75,11 +75,11 @@ impl Buckets {
                 counter: None,
             };
             let uuid = place.gpu.strip_prefix("GPU-").unwrap_or(&place.gpu);
-            Ok((Pickled::text(uuid), Pickled::Tuple(tensor.arguments().map_err(|error| no_form(&error))?)))
+            Ok((Pickled::text(uuid), Pickled::Tuple(tensor.arguments().map_err(|error| EngineError::no_form(&error))?)))
         };
         let handles = bucket.places.iter().map(handle).collect::<Result<Vec<_>, EngineError>>()?;
         let dtype = |piece: &Piece<'_>| {
-            let none = || no_form(&weightsync_torch::TorchError::NoDtype(piece.dtype));
+            let none = || EngineError::no_form(&weightsync_torch::TorchError::NoDtype(piece.dtype));
             dtype_name(piece.dtype).ok_or_else(none)
         };
         Ok(json!({"update_info": {

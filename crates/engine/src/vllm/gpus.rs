@@ -11,7 +11,7 @@ use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use serde_json::json;
 
-use super::listening::Rules;
+use super::hello::Rules;
 use super::session::{CONNECT, Session, init};
 use crate::EngineError;
 use crate::device::{DeviceBucket, Released};

@@ -8,12 +8,10 @@ use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener as StdListener};
 use std::time::Duration;
 
-use serde::Deserialize;
 use serde_json::json;
-use tokio::io::BufReader;
-use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
-use tokio::net::{UnixListener, UnixStream};
+use tokio::net::UnixListener;
 
+use super::hello::{Hello, Parts, Rules};
 use super::workers::{Opening, Said, Workers, next};
 use crate::EngineError;
 use crate::host::{HostDigest, HostMemory};
@@ -25,32 +23,6 @@ const PREFIX: &str = "weightsync-feed/";
 const SAY_HELLO: Duration = Duration::from_secs(5);
 /// The digest of tensors in GPU memory, on the wire.
 const ON_GPUS: &str = "gsum64";
-
-/// The agreement before the first bucket.
-pub(super) struct Rules {
-    pub(super) token: String,
-    /// Whether a draft model follows the model.
-    pub(super) draft: bool,
-    /// Longest time between two lines to a worker. After half of it without a bucket, the agent sends a sign of life.
-    pub(super) silence: Duration,
-}
-
-#[derive(Debug, Deserialize)]
-pub(super) struct Hello {
-    token: String,
-    rank: u32,
-    ranks: u32,
-    device: String,
-    digests: Vec<String>,
-    /// Whether a session is open that an earlier incarnation of an agent left.
-    pub(super) open: bool,
-    /// Whether it accepts buckets for a draft model.
-    #[serde(default)]
-    draft: bool,
-    /// UUID (`GPU-...`) of the GPU that it computes on.
-    #[serde(default)]
-    pub(super) gpu: Option<String>,
-}
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Where {
@@ -167,17 +139,5 @@ impl Hello {
             return refused(what, "install the one of this agent's version in the server's environment");
         }
         Ok(())
-    }
-}
-
-pub(super) struct Parts {
-    pub(super) reader: BufReader<OwnedReadHalf>,
-    pub(super) writer: OwnedWriteHalf,
-}
-
-impl Parts {
-    fn new(socket: UnixStream) -> Self {
-        let (reader, writer) = socket.into_split();
-        Self { reader: BufReader::new(reader), writer }
     }
 }

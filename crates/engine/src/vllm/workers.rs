@@ -17,7 +17,7 @@ use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 
-use super::listening::{Hello, Parts, Rules};
+use super::hello::{Hello, Parts, Rules};
 use super::progress::{Progress, Rank, Step, reached};
 use crate::EngineError;
 use crate::host::{HostBucket, HostMemory};

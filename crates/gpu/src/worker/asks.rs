@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use super::fabric::Peer;
 use super::held::{Event, Span};
+use super::peer::Peer;
 use weightsync_core::protocol::worker::{Part, RemotePlace};
 
 /// A group that was joined and proven.

@@ -9,6 +9,7 @@ use std::time::Duration;
 use super::asks::Read;
 use super::handle::done;
 use super::held::{Held, HostMemory, Resource};
+use super::peer::Peer;
 use super::ring::Ring;
 use super::{Worker, WorkerError};
 use weightsync_core::protocol::worker::{
@@ -49,23 +50,6 @@ impl Region {
     /// What a peer names to read from `offset` on; none beyond the end.
     pub fn at(&self, offset: u64) -> Option<RemotePlace> {
         (offset < self.bytes).then(|| RemotePlace { address: self.address + offset, device: self.device })
-    }
-}
-
-/// A peer's registered memory, to be read into one region. Its metadata is forgotten with the last clone.
-#[derive(Clone)]
-pub struct Peer {
-    number: u64,
-    name: Arc<str>,
-    // Goes before its region.
-    resource: Resource,
-    region: Resource,
-}
-
-impl Peer {
-    /// Name of its worker, and a number for its region.
-    pub fn name(&self) -> &str {
-        &self.name
     }
 }
 

@@ -21,7 +21,7 @@ use super::core::Core;
 use super::feed::{Arrived, Feed, Place};
 use super::front::Front;
 use super::memory::GpuMemory;
-use super::vllm::{dead, worker_failed};
+use super::vllm_reply::{dead, worker_failed};
 
 #[derive(Debug, Clone)]
 pub struct WeightTransfer {

@@ -14,7 +14,7 @@ use serde_json::{Map, Value, json};
 use super::core::Kind;
 use super::front::Front;
 use super::model::Generated;
-use super::vllm::{dead, error};
+use super::vllm_reply::{dead, error};
 
 /// As in vLLM and OpenAI.
 const DEFAULT_TOKENS: usize = 16;

@@ -24,6 +24,7 @@ use super::core::Pause;
 use super::front::Front;
 use super::group::sglang::SglangGroups;
 use super::served::LoadError;
+use super::sglang_reply::{PauseCondition, bad_request, gone, object};
 
 /// Paths that stay open when a key is set (`srt/utils/auth.py`).
 pub(super) fn guarded(path: &str) -> bool {
@@ -35,10 +36,6 @@ struct Flags {
     unhealthy: AtomicBool,
     health_timeout: Duration,
 }
-
-/// The tokenizer's `is_pause_cond`: a pause or resume waits for an update that runs while the server is paused.
-#[derive(Clone, Default)]
-pub(super) struct PauseCondition(pub(super) Arc<tokio::sync::Mutex<()>>);
 
 pub(super) fn routes(health_timeout: Duration, gpus: GpuOptions, groups: Arc<SglangGroups>) -> Router<Arc<Front>> {
     Router::new()
@@ -60,21 +57,6 @@ pub(super) fn routes(health_timeout: Duration, gpus: GpuOptions, groups: Arc<Sgl
         .layer(Extension(gpus))
         .layer(Extension(PauseCondition::default()))
         .layer(Extension(Arc::new(Flags { unhealthy: AtomicBool::new(false), health_timeout })))
-}
-
-pub(super) fn bad_request(message: &str) -> Response {
-    let body = json!({"object": "error", "message": message, "type": "Bad Request", "param": null, "code": 400});
-    (StatusCode::BAD_REQUEST, Json(body)).into_response()
-}
-
-/// The scheduler is gone: SGLang ends the whole process tree.
-pub(super) async fn gone(front: &Front) -> Response {
-    front.crash.cancel();
-    std::future::pending().await
-}
-
-pub(super) fn object(body: &[u8]) -> Result<serde_json::Map<String, Value>, Box<Response>> {
-    serde_json::from_slice(body).map_err(|_| Box::new(bad_request("JSON decode error")))
 }
 
 async fn health(State(front): State<Arc<Front>>, Extension(flags): Extension<Arc<Flags>>) -> StatusCode {

@@ -19,11 +19,12 @@ use serde_json::{Value, json};
 use super::GpuOptions;
 use super::backend::{self, WeightTransfer};
 use super::completions::completions;
-use super::core::{Dead, Pause};
+use super::core::Pause;
 use super::front::Front;
 use super::group::vllm::Transfer;
 use super::group::{self, Ranks};
 use super::served::Served;
+use super::vllm_reply::{dead, error, invalid, worker_failed};
 
 /// What guards `/v1` and nothing else (`entrypoints/serve/middleware/authenticate.py`).
 pub(super) fn guarded(path: &str) -> bool {
@@ -69,26 +70,6 @@ pub(super) fn routes(
         .layer(Extension(gpus))
 }
 
-/// vLLM's error body.
-pub(super) fn error(status: StatusCode, kind: &str, param: Option<&str>, message: &str) -> Response {
-    let error = json!({"message": message, "type": kind, "param": param, "code": status.as_u16()});
-    (status, Json(json!({"error": error}))).into_response()
-}
-
-pub(super) fn invalid(param: &str, message: &str) -> Response {
-    error(StatusCode::BAD_REQUEST, "Bad Request", Some(param), &format!("1 validation error:\n  {message}"))
-}
-
-pub(super) fn failed(message: &str) -> Response {
-    error(StatusCode::INTERNAL_SERVER_ERROR, "InternalServerError", None, message)
-}
-
-pub(super) fn worker_failed(cause: &str) -> Response {
-    failed(&format!(
-        "Call to collective_rpc method failed: Worker failed with error '{cause}', please check the stack trace above for the root cause"
-    ))
-}
-
 /// What the development route says of the server's configuration, as far as anybody asks.
 fn server_info(gpus: &GpuOptions, transfer: Option<&WeightTransfer>, draft: Option<&Path>) -> Value {
     let extension = if gpus.checkpoint_engine { "checkpoint_engine.worker.VllmColocateWorkerExtension" } else { "" };
@@ -96,10 +77,6 @@ fn server_info(gpus: &GpuOptions, transfer: Option<&WeightTransfer>, draft: Opti
     let speculation = draft.map(|draft| json!({"method": "draft_model", "model": draft, "draft_model_config": {"model": draft}}));
     let parallel = json!({"worker_extension_cls": extension});
     json!({"vllm_config": {"weight_transfer_config": transfer, "parallel_config": parallel, "speculative_config": speculation}})
-}
-
-pub(super) fn dead(_: Dead) -> Response {
-    failed("EngineCore encountered an issue. See stack trace (above) for the root cause.")
 }
 
 async fn health(State(front): State<Arc<Front>>) -> StatusCode {

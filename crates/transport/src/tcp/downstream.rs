@@ -15,12 +15,11 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
 use super::TcpOptions;
+use super::frame::StreamId;
 use super::frame::{Frame, Parser};
-use super::inlet::Reader;
-use super::lanes::StreamId;
-use super::route::{Count, Route, Sent};
-use super::socket::{self, Link};
-use super::writer::{Item, Life, send_items};
+use super::route::{Count, Route};
+use super::socket::{self, Link, Reader};
+use super::writer::{Item, Life, Sent, send_items};
 use weightsync_core::protocol::{BucketHeader, DataHello, LentPiece, MemberName, StreamFailure};
 
 /// Time to send the next member the reason for a cancelled stream, and time for it to report why it closed a connection.

@@ -11,7 +11,6 @@
 //! `Cut` follows each block of a bucket ([`weightsync_core::weights::BLOCK_BYTES`]). After it, the frames continue on the next lane, in a
 //! ring.
 
-use super::lanes::StreamId;
 use weightsync_core::protocol::{BucketHeader, LentPiece, StreamFailure};
 
 /// Longest part in bytes; memory is not allocated by it.
@@ -31,6 +30,9 @@ const CUT: u32 = 9;
 const LANES: u32 = 10;
 const LENT: u32 = 11;
 const TAKEN: u32 = 12;
+
+/// Name of one stream on one hop; cannot be guessed.
+pub(super) type StreamId = [u8; 16];
 
 /// A frame, or for [`Frame::Part`] the available bytes of it.
 #[derive(Debug, Clone, PartialEq, Eq)]

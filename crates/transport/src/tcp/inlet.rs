@@ -11,7 +11,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use futures::FutureExt;
 use parking_lot::Mutex;
-use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite};
+use tokio::io::AsyncReadExt;
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep_until, timeout_at};
@@ -19,11 +19,9 @@ use tokio::time::{Instant, sleep_until, timeout_at};
 use super::frame::{BadFrame, Frame, Parser};
 use super::lanes::Expected;
 use super::pool::{Buffer, Pool};
+use super::socket::{Reader, Writer};
 use weightsync_core::protocol::{BucketHeader, StreamFailure};
 use weightsync_core::weights::BlockHasher;
-
-pub(super) type Reader = Box<dyn AsyncRead + Send + Unpin>;
-pub(super) type Writer = Box<dyn AsyncWrite + Send + Unpin>;
 
 /// Most events of one lane in the queue; its buffers limit the bytes.
 const EVENTS: usize = 64;

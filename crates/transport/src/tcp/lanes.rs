@@ -9,11 +9,9 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use tokio::sync::mpsc;
 
+use super::frame::StreamId;
 use super::socket::Link;
 use weightsync_net::identity::PeerIdentity;
-
-/// Name of one stream on one hop; cannot be guessed.
-pub(super) type StreamId = [u8; 16];
 
 /// Default number of connections of one hop: one for each four cores, at most three. One core sends or receives a stream no faster than one
 /// copy in the kernel; on small machines, more connections would only alternate. A fourth made a hop slower on 32 cores (3.2 GB/s instead

@@ -7,14 +7,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use bytes::Bytes;
-use tokio::sync::{OwnedSemaphorePermit, mpsc};
+use tokio::sync::mpsc;
 
-use super::writer::Item;
+use super::writer::{Item, Sent};
 use weightsync_core::protocol::{BucketHeader, LentPiece};
 use weightsync_core::weights::BLOCK_BYTES;
-
-/// Held by all unsent parts of a bucket.
-pub(super) type Sent = Arc<OwnedSemaphorePermit>;
 
 /// The number of connections of a hop, once both ends agreed; one before.
 #[derive(Clone)]

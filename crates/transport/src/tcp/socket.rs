@@ -15,14 +15,16 @@ use tokio::net::TcpStream;
 use tokio::time::timeout;
 use tokio_rustls::{TlsAcceptor, TlsConnector};
 
-use super::inlet::{Reader, Writer};
-use super::lanes::StreamId;
+use super::frame::StreamId;
 use super::{DataTls, TcpOptions};
 use weightsync_core::protocol::{DATA_MAGIC, DataHello, MAX_HELLO_BYTES, MemberName};
 use weightsync_net::identity::PeerIdentity;
 
 /// First bytes of a further connection of a stream.
 const LANE_MAGIC: [u8; 4] = *b"WSL1";
+
+pub(super) type Reader = Box<dyn AsyncRead + Send + Unpin>;
+pub(super) type Writer = Box<dyn AsyncWrite + Send + Unpin>;
 
 /// The two directions of a connection.
 pub(super) struct Link {

@@ -13,8 +13,8 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
+use super::frame::StreamId;
 use super::frame::{Frame, Parser};
-use super::lanes::StreamId;
 use crate::tests::fixture::LONG;
 use weightsync_core::protocol::{DATA_MAGIC, DataHello, StreamFailure};
 

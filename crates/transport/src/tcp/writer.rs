@@ -8,13 +8,15 @@ use std::time::Duration;
 
 use bytes::{Buf, Bytes};
 use tokio::io::AsyncWriteExt;
-use tokio::sync::{Notify, mpsc, watch};
+use tokio::sync::{Notify, OwnedSemaphorePermit, mpsc, watch};
 use tokio::time::sleep;
 
 use super::frame::{Frame, put_part_start};
-use super::inlet::Writer;
-use super::route::Sent;
+use super::socket::Writer;
 use weightsync_core::protocol::{BucketHeader, LentPiece, StreamFailure};
+
+/// Held by all unsent parts of a bucket.
+pub(super) type Sent = Arc<OwnedSemaphorePermit>;
 
 pub(super) enum Item {
     Head(BucketHeader),

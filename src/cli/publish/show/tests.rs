@@ -1,5 +1,5 @@
 use super::*;
-use weightsync_core::protocol::{MemberName, PublishErrorCode};
+use weightsync_core::protocol::{MemberName, PublishErrorCode, UpdatePhase};
 
 #[test]
 fn outcome_names_lagging_members_and_why() {

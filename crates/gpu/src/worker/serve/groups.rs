@@ -7,7 +7,7 @@ use std::collections::{HashMap, VecDeque};
 use std::io::Write;
 use std::sync::Arc;
 
-use super::joining::Joining;
+use super::joining::{Group, Joining};
 use super::tables::Use;
 use super::{Server, invalid};
 use crate::{Communicator, Event, GpuError, Progress, Span, Stream};
@@ -15,11 +15,6 @@ use weightsync_core::protocol::worker::{WorkerAnswer, WorkerFault, WorkerFaultCo
 
 /// Ended groups whose reason is remembered.
 const REMEMBERED: usize = 16;
-
-pub(super) struct Group {
-    pub communicator: Communicator,
-    pub stream: Stream,
-}
 
 #[derive(Default)]
 pub(super) struct Groups {

@@ -8,7 +8,6 @@ use std::io::Write as _;
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::groups::Group;
 use super::{Gpu, Server, invalid, late, milliseconds_since};
 use crate::worker::nccl_log;
 use crate::{Communicator, Event, GpuError, Progress, Scratch, Shrinking, Stream};
@@ -18,6 +17,12 @@ use weightsync_core::protocol::worker::{Proof, WorkerAnswer, WorkerFault, Worker
 const PROOF: u8 = 0xA7;
 /// One 32-bit float.
 const FLOAT: u64 = 4;
+
+/// A group that was joined.
+pub(super) struct Group {
+    pub communicator: Communicator,
+    pub stream: Stream,
+}
 
 pub(super) struct Joining {
     pub id: u64,

@@ -19,7 +19,7 @@ use base64::engine::general_purpose::STANDARD;
 use serde_json::Value;
 
 use super::super::front::Front;
-use super::super::sglang::{PauseCondition, bad_request, object};
+use super::super::sglang_reply::{PauseCondition, bad_request, object};
 use super::super::tensors::{Rebuilt, Taken, element, field, number, shape, text};
 use super::super::unpickle;
 use super::sglang::{SglangGroups, in_session};

@@ -18,7 +18,7 @@ use serde_json::{Map, Value, json};
 
 use super::super::core::Pause;
 use super::super::front::Front;
-use super::super::sglang::{PauseCondition, bad_request, gone, object};
+use super::super::sglang_reply::{PauseCondition, bad_request, gone, object};
 use super::super::tensors::Taken;
 use super::torch::{Layout, Rendezvous, TorchGroups};
 use super::{Announced, Trouble, announced, detached};

@@ -22,7 +22,7 @@ use tokio::sync::Mutex;
 use super::super::backend::NO_DRAFT;
 use super::super::front::Front;
 use super::super::tensors::Taken;
-use super::super::vllm::{dead, invalid, worker_failed};
+use super::super::vllm_reply::{dead, invalid, worker_failed};
 use super::{Announced, FOR_EVER, Member, Ranks, Trouble, announced, detached, merged};
 
 /// vLLM's `DEFAULT_PACKED_BUFFER_SIZE_BYTES`.
