@@ -58,6 +58,11 @@ impl Server {
         Self::real(venv, model, |_| {})
     }
 
+    /// The same, one request at a time: an answer that is computed together with another one may be rounded differently.
+    pub fn vllm_one_by_one(venv: &Path, model: &Path) -> Self {
+        Self::real(venv, model, |command| _ = command.args(["--max-num-seqs", "1"]))
+    }
+
     /// The same with WeightSync's own back end, whose package lies in that folder, and so many ranks.
     pub fn vllm_with_backend(venv: &Path, model: &Path, packages: &Path, ranks: u32) -> Self {
         Self::real(venv, model, |command| {

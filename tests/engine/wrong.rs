@@ -103,6 +103,6 @@ async fn right_version_is_taken_after_each_wrong_one() {
     let models = Models::make(venv().as_deref());
     play(Server::simulator(&models.path("1"), "{}"), &models).await;
     if let Some(venv) = venv() {
-        play(Server::vllm(&venv, &models.path("1")), &models).await;
+        play(Server::vllm_one_by_one(&venv, &models.path("1")), &models).await;
     }
 }
