@@ -16,10 +16,10 @@ use tokio_util::sync::CancellationToken;
 use weightsync_agent::enrollment::{Announcer, Applicant, TokenSource, enroll};
 use weightsync_agent::events::Events;
 use weightsync_core::protocol::{
-    Announcement, CommitRequest, EngineFacts, EpochId, FabricReport, FenceRequest, GpuReport, Incarnation, MemberPhase, MemberState,
-    PrepareRequest, PrepareResponse, Protocols, Refusal, RefusalCode, ReleaseRequest, Role,
+    Announcement, AssignmentChanged, Call, CommitRequest, EVENTS_PATH, EngineFacts, EpochId, FabricReport, FenceRequest, GpuReport,
+    Incarnation, MemberPhase, MemberState, PrepareRequest, PrepareResponse, Protocols, Refusal, RefusalCode, ReleaseRequest, Role,
 };
-use weightsync_net::https::{Access, ControllerClient, Failed, Limits, Valid, ndjson, serve_https};
+use weightsync_net::https::{Access, Answered, ControllerClient, Failed, Limits, Valid, ndjson, serve_https};
 use weightsync_net::identity::Identity;
 
 use super::fill::Place;
@@ -156,12 +156,12 @@ impl Agent {
 
 fn routes(agent: Arc<Agent>) -> Router {
     Router::new()
-        .route("/v1/epoch/prepare", post(prepare))
-        .route("/v1/epoch/commit", post(commit))
-        .route("/v1/epoch/fence", post(fence))
-        .route("/v1/release", post(release))
-        .route("/v1/announce", post(announce))
-        .route("/v1/events", get(events))
+        .route(PrepareRequest::PATH, post(prepare))
+        .route(CommitRequest::PATH, post(commit))
+        .route(FenceRequest::PATH, post(fence))
+        .route(ReleaseRequest::PATH, post(release))
+        .route(AssignmentChanged::PATH, post(announce))
+        .route(EVENTS_PATH, get(events))
         .with_state(agent)
 }
 
@@ -170,7 +170,7 @@ async fn announce(State(agent): State<Arc<Agent>>) -> Json<()> {
     Json(())
 }
 
-async fn prepare(State(agent): State<Arc<Agent>>, Valid(request): Valid<PrepareRequest>) -> Result<Json<PrepareResponse>, Failed<Refusal>> {
+async fn prepare(State(agent): State<Arc<Agent>>, Valid(request): Valid<PrepareRequest>) -> Answered<PrepareRequest> {
     agent.check(&request.id)?;
     agent.change(|state| {
         state.phase = MemberPhase::Prepared;

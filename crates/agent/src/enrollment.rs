@@ -13,13 +13,11 @@ use tokio::sync::{Notify, watch};
 use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 
-use weightsync_core::protocol::{AnnounceResponse, Announcement, Assignment, EnrollRequest, EnrollResponse, Incarnation};
+use weightsync_core::protocol::{Announcement, Assignment, EnrollRequest, Incarnation};
 use weightsync_net::backoff::Backoff;
 use weightsync_net::https::{CallError, ControllerClient};
 use weightsync_net::identity::{Identity, IdentityError};
 
-const ENROLL_DEADLINE: Duration = Duration::from_secs(15);
-const ANNOUNCE_DEADLINE: Duration = Duration::from_secs(5);
 /// Between announcements while no one listens.
 const ANNOUNCE_EVERY: Duration = Duration::from_secs(1);
 /// The longest time between announcements to a controller that takes them and does not come to listen: it is busy with others.
@@ -101,7 +99,7 @@ pub async fn enroll(
             incarnation: applicant.incarnation.clone(),
             csr_pem: csr_pem.clone(),
         };
-        let asked = client.post_json::<_, EnrollResponse>("/v1/agents/enroll", &request, ENROLL_DEADLINE);
+        let asked = client.ask(&request, EnrollRequest::WITHIN);
         let answer = tokio::select! {
             () = cancel.cancelled() => return Err(EnrollmentError::Cancelled),
             answer = asked => answer,
@@ -178,7 +176,7 @@ impl Announcer {
         let mut patience = ANNOUNCE_EVERY;
         loop {
             let announcement = Announcement { attached: (self.attached)(), ..self.announcement.clone() };
-            let asked = self.client.post_json::<_, AnnounceResponse>("/v1/agents/announce", &announcement, ANNOUNCE_DEADLINE);
+            let asked = self.client.ask(&announcement, Announcement::WITHIN);
             let answer = tokio::select! {
                 () = cancel.cancelled() => return AnnouncingEnded::Cancelled,
                 answer = asked => answer,

@@ -42,7 +42,7 @@ use self::companions::Companions;
 use self::machine::Machine;
 use self::readiness::Assigned;
 use self::supervise::Probed;
-pub(crate) use self::update::{LONG_POLL, PAUSING};
+pub(crate) use self::update::PAUSING;
 pub(crate) use self::version::Version;
 use self::version_dir::{AgentDir, DirError};
 use super::archive::Archive;

@@ -12,7 +12,6 @@ use axum::response::Response;
 use axum::routing::{get, post};
 use axum::{Json, Router};
 use futures::StreamExt;
-use serde::Deserialize;
 use tokio::time::{Instant, timeout};
 
 use super::core::Core;
@@ -21,12 +20,12 @@ use super::lead::{Leader, now_ms};
 use super::rollout::{PAUSING, Rollout};
 use super::source::Source;
 use weightsync_core::protocol::{
-    AbortRequest, ActivateRequest, BeginRequest, ClockAnswer, CommitRequest, Delivery, EdgeOutcome, EdgeRequest, EngineJoinRequest,
-    EngineJoinResponse, EpochId, ExternalBegin, ExternalEnd, FabricReport, FenceRequest, FinishRequest, GpuReport, JoinRequest,
-    JoinResponse, LendRequest, MemberState, PrepareRequest, PrepareResponse, ReceiveRequest, ReceiveResponse, Refusal, RefusalCode,
-    ReleaseRequest, Role, TransportWish, UpdateStatus,
+    AbortRequest, ActivateRequest, AssignmentChanged, BeginRequest, Call, ClockAnswer, ClockRequest, CommitRequest, Delivery, EVENTS_PATH,
+    EdgeRequest, EngineJoinRequest, EpochId, ExternalBegin, ExternalEnd, FabricReport, FenceRequest, FinishRequest, GpuReport, JoinRequest,
+    LendRequest, MemberState, PrepareRequest, PrepareResponse, ReceiveRequest, Refusal, RefusalCode, ReleaseRequest, Role, StateRequest,
+    StatusRequest, TransportWish,
 };
-use weightsync_net::https::{Failed, Valid, ndjson};
+use weightsync_net::https::{Answered, Failed, Valid, ndjson};
 use weightsync_net::identity::PeerIdentity;
 
 #[derive(Clone)]
@@ -47,26 +46,26 @@ pub struct Endpoint {
 /// The routes of an endpoint; serve them with [`Access::Group`](weightsync_net::https::Access::Group).
 pub fn router(endpoint: Arc<Endpoint>) -> Router {
     Router::new()
-        .route("/v1/epoch/prepare", post(prepare))
-        .route("/v1/epoch/commit", post(commit))
-        .route("/v1/epoch/join", post(join))
-        .route("/v1/epoch/lend", post(lend))
-        .route("/v1/epoch/engine-join", post(engine_join))
-        .route("/v1/epoch/fence", post(fence))
-        .route("/v1/preflight/edge", post(measure_edge))
-        .route("/v1/preflight/clock", get(clock))
-        .route("/v1/release", post(release))
-        .route("/v1/announce", post(announce))
-        .route("/v1/update/begin", post(begin))
-        .route("/v1/update/receive", post(receive))
-        .route("/v1/update/finish", post(finish))
-        .route("/v1/update/activate", post(activate))
-        .route("/v1/update/abort", post(abort))
-        .route("/v1/update/external/begin", post(begin_external))
-        .route("/v1/update/external/end", post(end_external))
-        .route("/v1/update/status", get(status))
-        .route("/v1/state", get(state))
-        .route("/v1/events", get(events))
+        .route(PrepareRequest::PATH, post(prepare))
+        .route(CommitRequest::PATH, post(commit))
+        .route(JoinRequest::PATH, post(join))
+        .route(LendRequest::PATH, post(lend))
+        .route(EngineJoinRequest::PATH, post(engine_join))
+        .route(FenceRequest::PATH, post(fence))
+        .route(EdgeRequest::PATH, post(measure_edge))
+        .route(ClockRequest::PATH, get(clock))
+        .route(ReleaseRequest::PATH, post(release))
+        .route(AssignmentChanged::PATH, post(announce))
+        .route(BeginRequest::PATH, post(begin))
+        .route(ReceiveRequest::PATH, post(receive))
+        .route(FinishRequest::PATH, post(finish))
+        .route(ActivateRequest::PATH, post(activate))
+        .route(AbortRequest::PATH, post(abort))
+        .route(ExternalBegin::PATH, post(begin_external))
+        .route(ExternalEnd::PATH, post(end_external))
+        .route(StatusRequest::PATH, get(status))
+        .route(StateRequest::PATH, get(state))
+        .route(EVENTS_PATH, get(events))
         .layer(from_fn_with_state(endpoint.clone(), members_only))
         .with_state(endpoint)
 }
@@ -83,11 +82,7 @@ async fn members_only(State(endpoint): Here, peer: PeerIdentity, request: Reques
     }
 }
 
-async fn prepare(
-    State(endpoint): Here,
-    peer: PeerIdentity,
-    Valid(request): Valid<PrepareRequest>,
-) -> Result<Json<PrepareResponse>, Failed<Refusal>> {
+async fn prepare(State(endpoint): Here, peer: PeerIdentity, Valid(request): Valid<PrepareRequest>) -> Answered<PrepareRequest> {
     by_controller(&peer)?;
     let limit = Duration::from_millis(request.deadline_ms);
     // On a task of its own: a coordinator that hangs up must not leave the endpoint between two phases.
@@ -135,11 +130,7 @@ async fn fabric_for(endpoint: &Endpoint, request: &PrepareRequest, within: Durat
     }
 }
 
-async fn join(
-    State(endpoint): Here,
-    peer: PeerIdentity,
-    Valid(request): Valid<JoinRequest>,
-) -> Result<Json<JoinResponse>, Failed<Refusal>> {
+async fn join(State(endpoint): Here, peer: PeerIdentity, Valid(request): Valid<JoinRequest>) -> Answered<JoinRequest> {
     let epoch = endpoint.core.joining(&request.id)?;
     leads(&epoch, &peer)?;
     let limit = Duration::from_millis(request.deadline_ms);
@@ -151,7 +142,7 @@ async fn join(
     .await
 }
 
-async fn lend(State(endpoint): Here, peer: PeerIdentity, Valid(request): Valid<LendRequest>) -> Result<Json<()>, Failed<Refusal>> {
+async fn lend(State(endpoint): Here, peer: PeerIdentity, Valid(request): Valid<LendRequest>) -> Answered<LendRequest> {
     let epoch = endpoint.core.joining(&request.id)?;
     leads(&epoch, &peer)?;
     let limit = Duration::from_millis(request.deadline_ms);
@@ -163,11 +154,7 @@ async fn lend(State(endpoint): Here, peer: PeerIdentity, Valid(request): Valid<L
     .await
 }
 
-async fn engine_join(
-    State(endpoint): Here,
-    peer: PeerIdentity,
-    Valid(request): Valid<EngineJoinRequest>,
-) -> Result<Json<EngineJoinResponse>, Failed<Refusal>> {
+async fn engine_join(State(endpoint): Here, peer: PeerIdentity, Valid(request): Valid<EngineJoinRequest>) -> Answered<EngineJoinRequest> {
     let epoch = endpoint.core.joining(&request.id)?;
     leads(&epoch, &peer)?;
     let rollout = rollout(&endpoint)?.clone();
@@ -175,11 +162,7 @@ async fn engine_join(
     on_its_own(limit, async move { rollout.join_group(&epoch, &request, limit.mul_f32(0.95)).await.map(Json) }).await
 }
 
-async fn receive(
-    State(endpoint): Here,
-    peer: PeerIdentity,
-    Valid(request): Valid<ReceiveRequest>,
-) -> Result<Json<ReceiveResponse>, Failed<Refusal>> {
+async fn receive(State(endpoint): Here, peer: PeerIdentity, Valid(request): Valid<ReceiveRequest>) -> Answered<ReceiveRequest> {
     let (rollout, _, by) = led(&endpoint, &peer, &request.update.epoch)?;
     rollout.check_leader(&request.update, &by)?;
     let limit = Duration::from_millis(request.deadline_ms);
@@ -187,11 +170,7 @@ async fn receive(
 }
 
 /// Measures the edge from here to another member, for the agent that leads.
-async fn measure_edge(
-    State(endpoint): Here,
-    peer: PeerIdentity,
-    Valid(request): Valid<EdgeRequest>,
-) -> Result<Json<EdgeOutcome>, Failed<Refusal>> {
+async fn measure_edge(State(endpoint): Here, peer: PeerIdentity, Valid(request): Valid<EdgeRequest>) -> Answered<EdgeRequest> {
     let epoch = endpoint.core.acting(&request.id)?;
     leads(&epoch, &peer)?;
     // Not on a task of its own: a leader that begins an update hangs up, and the measurement is over.
@@ -199,15 +178,11 @@ async fn measure_edge(
     Ok(Json(endpoint.leader.measure(&epoch, &request.to, within).await))
 }
 
-async fn clock() -> Json<ClockAnswer> {
-    Json(ClockAnswer { now_ms: now_ms() })
+async fn clock() -> Answered<ClockRequest> {
+    Ok(Json(ClockAnswer { now_ms: now_ms() }))
 }
 
-async fn commit(
-    State(endpoint): Here,
-    peer: PeerIdentity,
-    Valid(request): Valid<CommitRequest>,
-) -> Result<Json<MemberState>, Failed<Refusal>> {
+async fn commit(State(endpoint): Here, peer: PeerIdentity, Valid(request): Valid<CommitRequest>) -> Answered<CommitRequest> {
     by_controller(&peer)?;
     let limit = Duration::from_millis(request.deadline_ms);
     let until = Instant::now() + limit.mul_f32(0.9);
@@ -241,11 +216,7 @@ async fn commit(
     .await
 }
 
-async fn fence(
-    State(endpoint): Here,
-    peer: PeerIdentity,
-    Valid(request): Valid<FenceRequest>,
-) -> Result<Json<MemberState>, Failed<Refusal>> {
+async fn fence(State(endpoint): Here, peer: PeerIdentity, Valid(request): Valid<FenceRequest>) -> Answered<FenceRequest> {
     by_controller(&peer)?;
     if endpoint.core.fence(&request) {
         tracing::info!(epoch = %request.id, reason = %request.reason, "fenced");
@@ -256,11 +227,7 @@ async fn fence(
     Ok(Json(MemberState::clone(&endpoint.core.events().state())))
 }
 
-async fn release(
-    State(endpoint): Here,
-    peer: PeerIdentity,
-    Valid(request): Valid<ReleaseRequest>,
-) -> Result<Json<MemberState>, Failed<Refusal>> {
+async fn release(State(endpoint): Here, peer: PeerIdentity, Valid(request): Valid<ReleaseRequest>) -> Answered<ReleaseRequest> {
     by_controller(&peer)?;
     let leaving = if let Part::Rollout(rollout) = &endpoint.part { Some((rollout.clone(), rollout.will_leave())) } else { None };
     endpoint.core.release(&request)?;
@@ -275,49 +242,33 @@ async fn release(
 }
 
 /// The controller has another assignment than the one that it gave with the last announcement.
-async fn announce(State(endpoint): Here, peer: PeerIdentity) -> Result<Json<()>, Failed<Refusal>> {
+async fn announce(State(endpoint): Here, peer: PeerIdentity) -> Answered<AssignmentChanged> {
     by_controller(&peer)?;
     endpoint.core.events().refresh().notify_one();
     Ok(Json(()))
 }
 
-async fn begin(
-    State(endpoint): Here,
-    peer: PeerIdentity,
-    Valid(request): Valid<BeginRequest>,
-) -> Result<Json<UpdateStatus>, Failed<Refusal>> {
+async fn begin(State(endpoint): Here, peer: PeerIdentity, Valid(request): Valid<BeginRequest>) -> Answered<BeginRequest> {
     let (rollout, epoch, by) = led(&endpoint, &peer, &request.update.epoch)?;
     // An engine may have to be paused first.
     let limit = Duration::from_millis(epoch.prepared.policy.silence_ms).saturating_mul(PAUSING);
     on_its_own(limit, async move { rollout.begin(&epoch, by, request).await.map(Json) }).await
 }
 
-async fn finish(
-    State(endpoint): Here,
-    peer: PeerIdentity,
-    Valid(request): Valid<FinishRequest>,
-) -> Result<Json<UpdateStatus>, Failed<Refusal>> {
+async fn finish(State(endpoint): Here, peer: PeerIdentity, Valid(request): Valid<FinishRequest>) -> Answered<FinishRequest> {
     let (rollout, epoch, by) = led(&endpoint, &peer, &request.update.epoch)?;
     rollout.check_leader(&request.update, &by)?;
     let limit = Duration::from_millis(epoch.prepared.policy.update_timeout_ms);
     on_its_own(limit, async move { rollout.finish(request).await.map(Json) }).await
 }
 
-async fn activate(
-    State(endpoint): Here,
-    peer: PeerIdentity,
-    Valid(request): Valid<ActivateRequest>,
-) -> Result<Json<UpdateStatus>, Failed<Refusal>> {
+async fn activate(State(endpoint): Here, peer: PeerIdentity, Valid(request): Valid<ActivateRequest>) -> Answered<ActivateRequest> {
     let (rollout, epoch, by) = led(&endpoint, &peer, &request.update.epoch)?;
     rollout.check_leader(&request.update, &by)?;
     rollout.activate(&epoch, &request).map(Json).map_err(Failed)
 }
 
-async fn begin_external(
-    State(endpoint): Here,
-    peer: PeerIdentity,
-    Valid(request): Valid<ExternalBegin>,
-) -> Result<Json<UpdateStatus>, Failed<Refusal>> {
+async fn begin_external(State(endpoint): Here, peer: PeerIdentity, Valid(request): Valid<ExternalBegin>) -> Answered<ExternalBegin> {
     let (rollout, epoch, by) = led(&endpoint, &peer, &request.update.epoch)?;
     if by.role != Role::Source {
         return Err(refusal(RefusalCode::Forbidden, "only a source announces what the trainer's own data plane brings").into());
@@ -335,21 +286,13 @@ async fn begin_external(
     .await
 }
 
-async fn end_external(
-    State(endpoint): Here,
-    peer: PeerIdentity,
-    Valid(request): Valid<ExternalEnd>,
-) -> Result<Json<UpdateStatus>, Failed<Refusal>> {
+async fn end_external(State(endpoint): Here, peer: PeerIdentity, Valid(request): Valid<ExternalEnd>) -> Answered<ExternalEnd> {
     let (rollout, _, by) = led(&endpoint, &peer, &request.update.epoch)?;
     rollout.check_leader(&request.update, &by)?;
     rollout.end_external(request).map(Json).map_err(Failed)
 }
 
-async fn abort(
-    State(endpoint): Here,
-    peer: PeerIdentity,
-    Valid(request): Valid<AbortRequest>,
-) -> Result<Json<Option<UpdateStatus>>, Failed<Refusal>> {
+async fn abort(State(endpoint): Here, peer: PeerIdentity, Valid(request): Valid<AbortRequest>) -> Answered<AbortRequest> {
     // Of an epoch that is over nothing runs any more: harmless.
     let Ok((rollout, _, by)) = led(&endpoint, &peer, &request.update.epoch) else { return Ok(Json(None)) };
     if rollout.check_leader(&request.update, &by).is_ok() {
@@ -358,21 +301,12 @@ async fn abort(
     Ok(Json(rollout.status(None, &peer).await.ok()))
 }
 
-#[derive(Deserialize)]
-struct After {
-    after: Option<u64>,
+async fn status(State(endpoint): Here, peer: PeerIdentity, Query(request): Query<StatusRequest>) -> Answered<StatusRequest> {
+    rollout(&endpoint)?.status(request.after, &peer).await.map(Json).map_err(Failed)
 }
 
-async fn status(
-    State(endpoint): Here,
-    peer: PeerIdentity,
-    Query(After { after }): Query<After>,
-) -> Result<Json<UpdateStatus>, Failed<Refusal>> {
-    rollout(&endpoint)?.status(after, &peer).await.map(Json).map_err(Failed)
-}
-
-async fn state(State(endpoint): Here) -> Json<MemberState> {
-    Json(MemberState::clone(&endpoint.core.events().state()))
+async fn state(State(endpoint): Here) -> Answered<StateRequest> {
+    Ok(Json(MemberState::clone(&endpoint.core.events().state())))
 }
 
 async fn events(State(endpoint): Here, peer: PeerIdentity) -> Response {

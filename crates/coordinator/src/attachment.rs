@@ -10,7 +10,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 
 use super::timing::Timing;
-use weightsync_core::protocol::{AgentEvent, Incarnation};
+use weightsync_core::protocol::{AgentEvent, EVENTS_PATH, Incarnation};
 use weightsync_net::https::{AgentClient, EventStream};
 
 /// A stream that ends within this time after it was reopened is not opened a third time: the agent accepts connections, but does not work.
@@ -72,7 +72,7 @@ impl Listener {
     async fn run(self, first_opened: &OnceLock<Instant>) {
         let mut opened_before = false;
         let cause = loop {
-            let events = self.client.events(&self.address, &self.agent.pod_uid, "/v1/events", self.timing.attach, self.silence).await;
+            let events = self.client.events(&self.address, &self.agent.pod_uid, EVENTS_PATH, self.timing.attach, self.silence).await;
             let stream = match events {
                 Ok(stream) => stream,
                 Err(error) => break error.to_string(),

@@ -4,14 +4,12 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use serde::Serialize;
-use serde::de::{DeserializeOwned, IgnoredAny};
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 
 use super::ports::{EpochStore, PersistError};
 use weightsync_core::membership::Observation;
-use weightsync_core::protocol::{CommitRequest, EpochId, Incarnation, MemberName, PrepareRequest, PrepareResponse, Refusal, RefusalCode};
+use weightsync_core::protocol::{Call, CommitRequest, EpochId, Incarnation, MemberName, PrepareRequest, Refusal, RefusalCode};
 use weightsync_net::https::{AgentClient, CallError};
 
 /// An agent and its address.
@@ -20,6 +18,13 @@ pub(super) struct Target {
     pub(super) agent: Incarnation,
     /// `None` if it has not announced itself to this coordinator.
     pub(super) address: Option<String>,
+}
+
+impl Target {
+    fn address(&self) -> Result<&str, Refusal> {
+        let unknown = || Refusal { code: RefusalCode::PeerUnreachable, message: "its agent has not announced itself".into() };
+        self.address.as_deref().ok_or_else(unknown)
+    }
 }
 
 /// Messages in flight. Dropping it cancels them.
@@ -61,7 +66,7 @@ impl Calls {
         let client = self.client.clone();
         self.running.spawn(async move {
             let deadline = Duration::from_millis(request.deadline_ms);
-            let answer: Result<PrepareResponse, _> = post(&client, &target, "/v1/epoch/prepare", &*request, deadline).await;
+            let answer = ask(&client, &target, &*request, deadline).await;
             let (id, member) = (request.id, request.member);
             Some(match answer {
                 Ok(response) if response.incarnation == target.agent => Observation::Prepared { id, member, response: Box::new(response) },
@@ -78,29 +83,22 @@ impl Calls {
         let client = self.client.clone();
         self.running.spawn(async move {
             let deadline = Duration::from_millis(request.deadline_ms);
-            let answer: Result<IgnoredAny, _> = post(&client, &target, "/v1/epoch/commit", &*request, deadline).await;
+            let answer = tell(&client, &target, &*request, deadline).await;
             let id = request.id;
             Some(match answer {
-                Ok(_) => Observation::Committed { id, member, from: target.agent },
+                Ok(()) => Observation::Committed { id, member, from: target.agent },
                 Err(refusal) => Observation::CommitFailed { id, member, refusal },
             })
         });
     }
 
     /// Sends a fence or a release. The agent's state shows its effect; without it, membership sends the message again.
-    pub(super) fn tell<T: Serialize + Send + Sync + Clone + 'static>(
-        &mut self,
-        targets: Vec<Target>,
-        path: &'static str,
-        request: &T,
-        deadline: Duration,
-    ) {
+    pub(super) fn tell<C: Call + Clone>(&mut self, targets: Vec<Target>, request: &C, deadline: Duration) {
         for target in targets {
             let (client, request) = (self.client.clone(), request.clone());
             self.running.spawn(async move {
-                let answer: Result<IgnoredAny, _> = post(&client, &target, path, &request, deadline).await;
-                if let Err(refusal) = answer {
-                    tracing::debug!(path, pod_uid = %target.agent.pod_uid, message = %refusal.message, "not taken");
+                if let Err(refusal) = tell(&client, &target, &request, deadline).await {
+                    tracing::debug!(path = C::PATH, pod_uid = %target.agent.pod_uid, message = %refusal.message, "not taken");
                 }
                 None
             });
@@ -108,15 +106,12 @@ impl Calls {
     }
 }
 
-async fn post<T, R>(client: &AgentClient, target: &Target, path: &str, request: &T, deadline: Duration) -> Result<R, Refusal>
-where
-    T: Serialize + Sync,
-    R: DeserializeOwned,
-{
-    let Some(address) = &target.address else {
-        return Err(Refusal { code: RefusalCode::PeerUnreachable, message: "its agent has not announced itself".into() });
-    };
-    client.post_json(address, &target.agent.pod_uid, path, request, deadline).await.map_err(|error| as_refusal(&error))
+async fn ask<C: Call>(client: &AgentClient, target: &Target, request: &C, deadline: Duration) -> Result<C::Answer, Refusal> {
+    client.ask(target.address()?, &target.agent.pod_uid, request, deadline).await.map_err(|error| as_refusal(&error))
+}
+
+async fn tell<C: Call>(client: &AgentClient, target: &Target, request: &C, deadline: Duration) -> Result<(), Refusal> {
+    client.tell(target.address()?, &target.agent.pod_uid, request, deadline).await.map_err(|error| as_refusal(&error))
 }
 
 /// Converts a failed call into a refusal, as membership expects it.

@@ -12,8 +12,8 @@ use axum::{Json, Router};
 use tokio::time::{sleep, timeout};
 
 use super::directory::{Claimed, Directory};
-use weightsync_core::protocol::{AnnounceResponse, Announcement, EnrollRequest, EnrollResponse, RegisteredEngines, Rejection};
-use weightsync_net::https::{Failed, Valid};
+use weightsync_core::protocol::{AnnounceResponse, Announcement, Call, EnrollRequest, EnrollResponse, RegisteredEngines, Rejection};
+use weightsync_net::https::{Answered, Valid};
 use weightsync_net::identity::{Ca, Identity, KeyDigest, PeerIdentity};
 
 /// Longest check of a token.
@@ -75,12 +75,12 @@ pub async fn keep_certified(ca: Arc<Ca>, identity: Identity, who: PeerIdentity, 
     }
 }
 
-/// `POST /v1/agents/enroll`, `/v1/agents/announce` and `/v1/agents/engines`; serve it with [`Access::Open`](weightsync_net::https::Access::Open).
+/// The routes of the calls from agents; serve them with [`Access::Open`](weightsync_net::https::Access::Open).
 pub fn router(enrollment: Arc<Enrollment>) -> Router {
     Router::new()
-        .route("/v1/agents/enroll", post(enroll))
-        .route("/v1/agents/announce", post(announce))
-        .route("/v1/agents/engines", post(engines))
+        .route(EnrollRequest::PATH, post(enroll))
+        .route(Announcement::PATH, post(announce))
+        .route(RegisteredEngines::PATH, post(engines))
         .with_state(enrollment)
 }
 
@@ -94,7 +94,7 @@ async fn enroll(
     key: Option<Extension<KeyDigest>>,
     from: Option<Extension<ConnectInfo<SocketAddr>>>,
     Valid(request): Valid<EnrollRequest>,
-) -> Result<Json<EnrollResponse>, Failed<Rejection>> {
+) -> Answered<EnrollRequest, Rejection> {
     let peer = peer.map(|Extension(peer)| peer);
     // Comes before the check of the token, because a token review costs a call to the API server.
     enrollment.directory.settled()?;
@@ -158,7 +158,7 @@ async fn announce(
     key: Option<Extension<KeyDigest>>,
     from: Option<Extension<ConnectInfo<SocketAddr>>>,
     Valid(announcement): Valid<Announcement>,
-) -> Result<Json<AnnounceResponse>, Failed<Rejection>> {
+) -> Answered<Announcement, Rejection> {
     let claimed = claimed(&enrollment, peer, key, &announcement.namespace, &announcement.incarnation.pod_uid)?;
     let from = from.map(|Extension(ConnectInfo(from))| from.ip());
     enrollment.directory.announce(&claimed.weightsync, from, announcement)?;
@@ -170,7 +170,7 @@ async fn engines(
     peer: Option<Extension<PeerIdentity>>,
     key: Option<Extension<KeyDigest>>,
     Valid(registered): Valid<RegisteredEngines>,
-) -> Result<Json<AnnounceResponse>, Failed<Rejection>> {
+) -> Answered<RegisteredEngines, Rejection> {
     let pod_uid = &registered.incarnation.pod_uid;
     let claimed = claimed(&enrollment, peer, key, &registered.namespace, pod_uid)?;
     enrollment.directory.register(&claimed.weightsync, pod_uid, registered.ports.clone())?;

@@ -22,7 +22,7 @@ use super::statements::Statements;
 use super::timing::Timing;
 use weightsync_core::membership::{Decision, LeftOut, Membership, MembershipConfig, MembershipView, Observation, Restored};
 use weightsync_core::plan::Candidate;
-use weightsync_core::protocol::{AgentEvent, Announcement, EpochId, Incarnation};
+use weightsync_core::protocol::{AgentEvent, Announcement, AssignmentChanged, EpochId, Incarnation};
 use weightsync_net::https::AgentClient;
 
 /// Most announcements in the queue. An agent whose announcement does not fit sends it again a second later.
@@ -229,7 +229,7 @@ impl Coordinator {
         // An agent without a stream announces itself anyway.
         let listening = self.agents.iter().filter(|(_, agent)| agent.attachment.is_some()).map(|(incarnation, _)| incarnation);
         let reported = common_change.concerns(&view, listening).into_iter().map(|agent| self.target(agent)).collect();
-        self.calls.tell(reported, "/v1/announce", &(), self.context.timing.tell);
+        self.calls.tell(reported, &AssignmentChanged, self.context.timing.tell);
         self.view.send_if_modified(|shown| {
             let differs = *shown != view;
             *shown = view;
@@ -366,11 +366,11 @@ impl Coordinator {
             }
             Decision::Fence { to, request } => {
                 let targets = to.into_iter().map(|to| self.target(to)).collect();
-                self.calls.tell(targets, "/v1/epoch/fence", &request, self.context.timing.tell);
+                self.calls.tell(targets, &request, self.context.timing.tell);
             }
             Decision::Release { to, request } => {
                 let targets = to.into_iter().map(|to| self.target(to)).collect();
-                self.calls.tell(targets, "/v1/release", &request, self.context.timing.tell);
+                self.calls.tell(targets, &request, self.context.timing.tell);
             }
             Decision::Event { reason, message, member, warning } => {
                 self.context.events.publish(CoordinatorEvent { reason, message, member, warning });

@@ -3,6 +3,7 @@
 //! Types and their serialised form only. Decides nothing; knows no socket, no clock, no Kubernetes. Every message that acts on a group
 //! carries its [`EpochId`], so that the receiver can refuse stale ones.
 
+mod call;
 mod canary;
 mod client;
 mod compatibility;
@@ -28,6 +29,7 @@ mod transport;
 mod update;
 pub mod worker;
 
+pub use call::*;
 pub use canary::*;
 pub use client::*;
 pub use compatibility::*;

@@ -15,7 +15,7 @@ mod tests;
 
 pub use client::{AgentClient, CallError, ControllerClient, with_causes};
 pub use limits::{ENROLLMENT_BODY, ENROLLMENT_STRANGERS, Limits};
-pub use replies::{Failed, Valid, ndjson};
+pub use replies::{Answered, Failed, Valid, ndjson};
 pub use server::{Access, serve_https, serve_plain};
 pub use stream::{EventStream, StreamEnd};
 

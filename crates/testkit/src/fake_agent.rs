@@ -18,11 +18,11 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 
 use weightsync_core::protocol::{
-    AgentEvent, AnnounceResponse, Announcement, CommitRequest, EngineFacts, EnrollRequest, EnrollResponse, EpochId, FabricReport,
-    FenceRequest, GpuReport, Incarnation, MemberPhase, MemberState, PrepareRequest, PrepareResponse, Refusal, RefusalCode, ReleaseRequest,
-    Role, UpdateView,
+    AgentEvent, AnnounceResponse, Announcement, AssignmentChanged, Call, CommitRequest, EVENTS_PATH, EngineFacts, EnrollRequest,
+    EnrollResponse, EpochId, FabricReport, FenceRequest, GpuReport, Incarnation, MemberPhase, MemberState, PrepareRequest, PrepareResponse,
+    Refusal, RefusalCode, ReleaseRequest, Role, UpdateView,
 };
-use weightsync_net::https::{Access, CallError, ControllerClient, Failed, Limits, Valid, ndjson, serve_https};
+use weightsync_net::https::{Access, Answered, CallError, ControllerClient, Failed, Limits, Valid, ndjson, serve_https};
 use weightsync_net::identity::Identity;
 
 const SOON: Duration = Duration::from_secs(5);
@@ -96,7 +96,7 @@ pub async fn enroll(identity: &Identity, controller: &str, pod: &Pod, instance: 
         csr_pem: identity.csr_pem().unwrap(),
     };
     let client = ControllerClient::new(identity.clone(), controller.to_owned());
-    let response: EnrollResponse = client.post_json("/v1/agents/enroll", &request, SOON).await?;
+    let response = client.ask(&request, SOON).await?;
     identity.install(&response.certificate_pem).unwrap();
     Ok(response)
 }
@@ -258,7 +258,7 @@ impl FakeAgent {
     pub async fn try_announce(&self, attached: bool) -> Result<AnnounceResponse, CallError> {
         let client = ControllerClient::new(self.identity.clone(), self.shared.controller.borrow().clone());
         let announcement = Announcement { attached, ..self.announcement.clone() };
-        client.post_json("/v1/agents/announce", &announcement, SOON).await
+        client.ask(&announcement, SOON).await
     }
 
     /// Like SIGSTOP: connections stay open, nothing comes.
@@ -293,7 +293,7 @@ async fn announce(identity: Identity, announcement: Announcement, shared: Shared
     loop {
         let client = ControllerClient::new(identity.clone(), shared.controller.borrow().clone());
         if *shared.listeners.borrow() == 0 && !*shared.dumb.borrow() {
-            let answer: Result<AnnounceResponse, _> = client.post_json("/v1/agents/announce", &announcement, SOON).await;
+            let answer = client.ask(&announcement, SOON).await;
             if matches!(&answer, Err(CallError::Rejected { rejection, .. }) if !rejection.retryable) {
                 shared.state.send_modify(|state| forget(state, "no one claims this pod"));
             }
@@ -311,12 +311,12 @@ fn forget(state: &mut MemberState, reason: &str) {
 
 fn routes(shared: Shared) -> Router {
     Router::new()
-        .route("/v1/epoch/prepare", post(prepare))
-        .route("/v1/epoch/commit", post(commit))
-        .route("/v1/epoch/fence", post(fence))
-        .route("/v1/release", post(release))
-        .route("/v1/announce", post(called))
-        .route("/v1/events", get(events))
+        .route(PrepareRequest::PATH, post(prepare))
+        .route(CommitRequest::PATH, post(commit))
+        .route(FenceRequest::PATH, post(fence))
+        .route(ReleaseRequest::PATH, post(release))
+        .route(AssignmentChanged::PATH, post(called))
+        .route(EVENTS_PATH, get(events))
         .with_state(shared)
 }
 
@@ -336,7 +336,7 @@ impl Shared {
     }
 }
 
-async fn prepare(State(shared): State<Shared>, Valid(request): Valid<PrepareRequest>) -> Result<Json<PrepareResponse>, Failed<Refusal>> {
+async fn prepare(State(shared): State<Shared>, Valid(request): Valid<PrepareRequest>) -> Answered<PrepareRequest> {
     shared.speak().await;
     shared.hangs.subscribe().wait_for(|hangs| !hangs).await.unwrap();
     shared.check(&request.id)?;

@@ -29,9 +29,6 @@ use weightsync_core::protocol::{
 };
 use weightsync_core::weights::{DigestAlgorithm, Layout, Manifest};
 
-/// What a member may take to answer beyond the silence that it is allowed.
-pub(super) const ANSWER: Duration = Duration::from_secs(5);
-
 /// Least time between two views while bytes move.
 const VIEW_PERIOD: Duration = Duration::from_millis(200);
 
@@ -281,7 +278,7 @@ impl<'a> Attempt<'a> {
         self.enter(UpdatePhase::Verify, stage);
         let checks = finish.as_ref().is_some_and(|request| request.check);
         if let Some(request) = finish {
-            self.tell(receiving, "/v1/update/finish", request, ANSWER + self.silence).await;
+            self.tell(receiving, request, FinishRequest::WITHIN + self.silence).await;
         }
         let settled = self.settle(following, stage, Table::after_finish).await;
         self.learn_order(receiving);

@@ -6,19 +6,13 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use serde::Serialize;
-use serde::de::IgnoredAny;
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep};
 
 use crate::group::Epoch;
-use crate::rollout::LONG_POLL;
-use weightsync_core::protocol::{AbortRequest, MemberName, Refusal, UpdateId, UpdateStatus};
+use weightsync_core::protocol::{AbortRequest, Call, MemberAddress, MemberName, Refusal, StatusRequest, UpdateId, UpdateStatus};
 use weightsync_net::https::{AgentClient, CallError};
-
-/// Longest abort: no one waits for it.
-const ABORT: Duration = Duration::from_secs(5);
 
 pub(super) enum Answer {
     Status(UpdateStatus),
@@ -47,15 +41,13 @@ impl Calls {
         Self { client, epoch }
     }
 
-    pub(super) fn to_all<T>(&self, members: &[MemberName], path: &'static str, body: Arc<T>, deadline: Duration) -> Answers
-    where
-        T: Serialize + Send + Sync + 'static,
-    {
+    pub(super) fn to_all<C: Call<Answer = UpdateStatus>>(&self, members: &[MemberName], request: C, deadline: Duration) -> Answers {
         let mut calls = JoinSet::new();
+        let request = Arc::new(request);
         for member in members {
-            let (calls_of, member, body) = (self.clone(), member.clone(), body.clone());
+            let (calls_of, member, request) = (self.clone(), member.clone(), request.clone());
             calls.spawn(async move {
-                let answer = calls_of.post(&member, path, body.as_ref(), deadline).await;
+                let answer = calls_of.ask(&member, request.as_ref(), deadline).await.into();
                 (member, answer)
             });
         }
@@ -68,10 +60,7 @@ impl Calls {
         for member in members {
             let (calls, request) = (self.clone(), request.clone());
             tokio::spawn(async move {
-                let Some((control, pod_uid)) = calls.address(&member) else { return };
-                let reported: Result<IgnoredAny, _> =
-                    calls.client.post_json(&control, &pod_uid, "/v1/update/abort", request.as_ref(), ABORT).await;
-                if let Err(error) = reported {
+                if let Err(error) = calls.ask(&member, request.as_ref(), AbortRequest::WITHIN).await {
                     tracing::debug!(%member, %error, "could not be informed that an attempt is over");
                 }
             });
@@ -91,11 +80,9 @@ impl Calls {
     async fn poll(self, member: MemberName, update: UpdateId, tell: mpsc::Sender<(MemberName, Answer)>) {
         let mut after: Option<u64> = None;
         loop {
-            let Some((control, pod_uid)) = self.address(&member) else { return };
-            let path = after.map_or_else(|| "/v1/update/status".to_owned(), |after| format!("/v1/update/status?after={after}"));
             let begun = Instant::now();
-            let answer = self.client.get_json::<UpdateStatus>(&control, &pod_uid, &path, LONG_POLL * 3).await;
-            let answer = match answer {
+            let within = StatusRequest::LONG_POLL + StatusRequest::WITHIN;
+            let answer = match self.ask(&member, &StatusRequest { after }, within).await {
                 Ok(status) if status.update != update => {
                     let message = format!("it turned to attempt {} of version {}", status.update.attempt, status.update.version);
                     Answer::Lost(message)
@@ -122,35 +109,10 @@ impl Calls {
         }
     }
 
-    async fn post<T: Serialize + Sync>(&self, member: &MemberName, path: &str, body: &T, deadline: Duration) -> Answer {
-        match self.address(member) {
-            Some((control, pod_uid)) => self.client.post_json(&control, &pod_uid, path, body, deadline).await.into(),
-            None => Answer::Lost("the epoch has no address of it".into()),
-        }
-    }
-
-    pub(super) async fn ask<T, R>(&self, member: &MemberName, path: &str, body: &T, deadline: Duration) -> Result<R, CallError>
-    where
-        T: Serialize + Sync,
-        R: serde::de::DeserializeOwned,
-    {
-        let (control, pod_uid) = self.address(member).unwrap_or_default();
-        self.client.post_json(&control, &pod_uid, path, body, deadline).await
-    }
-
-    pub(super) async fn get<R: serde::de::DeserializeOwned>(
-        &self,
-        member: &MemberName,
-        path: &str,
-        deadline: Duration,
-    ) -> Result<R, CallError> {
-        let (control, pod_uid) = self.address(member).unwrap_or_default();
-        self.client.get_json(&control, &pod_uid, path, deadline).await
-    }
-
-    fn address(&self, member: &MemberName) -> Option<(String, String)> {
-        let address = self.epoch.address(member)?;
-        Some((address.control.clone(), address.incarnation.pod_uid.clone()))
+    pub(super) async fn ask<C: Call>(&self, member: &MemberName, request: &C, deadline: Duration) -> Result<C::Answer, CallError> {
+        let unknown = || CallError::Unreachable { address: member.0.clone(), cause: "the epoch has no address of it".into() };
+        let MemberAddress { control, incarnation, .. } = self.epoch.address(member).ok_or_else(unknown)?;
+        self.client.ask(control, &incarnation.pod_uid, request, deadline).await
     }
 
     /// Data addresses of members, in this order.

@@ -35,7 +35,7 @@ impl Leader {
             let deadline_ms = u64::try_from(within.as_millis()).unwrap_or(u64::MAX);
             let (calls, request) = (calls.clone(), JoinRequest { id: epoch.id().clone(), nccl, deadline_ms });
             joins.spawn(async move {
-                let answer = calls.ask::<_, JoinResponse>(&member, "/v1/epoch/join", &request, within).await;
+                let answer = calls.ask(&member, &request, within).await;
                 (member, answer.map_err(|error| said(&error)))
             });
         }

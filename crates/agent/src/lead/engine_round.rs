@@ -25,8 +25,6 @@ use weightsync_transport::nccl::PackedBucket;
 
 /// Once an engine reported that it received, our broadcast ends within this time, or the engine took no part in it.
 const AFTER_SUCCESS: Duration = Duration::from_secs(2);
-/// What an agent may take beyond the time that its engine has.
-const ANSWER: Duration = Duration::from_secs(2);
 
 /// What was sent, and into which group; none: it was copied into its place.
 type Sent = BoxFuture<'static, (Option<usize>, Result<(), WorkerError>)>;
@@ -61,7 +59,7 @@ impl EngineStream {
             let deadline_ms = u64::try_from(within.as_millis()).unwrap_or(u64::MAX);
             let request = ReceiveRequest { update: self.update.clone(), what, deadline_ms };
             asked.spawn(async move {
-                let answer = calls.ask(&member, "/v1/update/receive", &request, within + ANSWER).await;
+                let answer = calls.ask(&member, &request, within + ReceiveRequest::WITHIN).await;
                 (member, answer)
             });
         }

@@ -22,9 +22,7 @@ use super::agreement::comparable;
 use super::calls::Calls;
 use crate::group::{Epoch, refusal};
 use weightsync_core::protocol::worker::{NcclId, Proof};
-use weightsync_core::protocol::{
-    EngineGroup, EngineJoinRequest, EngineJoinResponse, EpochId, GroupPlace, MemberName, Refusal, RefusalCode, Rendezvous,
-};
+use weightsync_core::protocol::{EngineGroup, EngineJoinRequest, EpochId, GroupPlace, MemberName, Refusal, RefusalCode, Rendezvous};
 use weightsync_gpu::worker::{Worker, WorkerError};
 use weightsync_net::https::CallError;
 use weightsync_torch::store::{Server, nccl_id_keys};
@@ -244,7 +242,7 @@ impl Leader {
                 };
                 let (calls, member) = (calls.clone(), member.clone());
                 joins.spawn(async move {
-                    let answer = calls.ask::<_, EngineJoinResponse>(&member, "/v1/epoch/engine-join", &request, within).await;
+                    let answer = calls.ask(&member, &request, within).await;
                     if let Ok(joined) = &answer {
                         tracing::debug!(%member, joined.cleared_ms, joined.joined_ms, "its engine joined");
                     }

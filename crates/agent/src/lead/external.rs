@@ -11,7 +11,6 @@ use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout_at};
 
 use super::Leader;
-use super::attempt::ANSWER;
 use super::attempt::{Attempt, Begun, Brought, Stage};
 use super::table::{Failure, Switching, Table};
 use crate::external::{Teller, Word};
@@ -114,7 +113,7 @@ impl Attempt<'_> {
             self.end_one(&member, ExternalOutcome::Failed { reason: reason.to_owned() }).await;
         }
         let end = ExternalEnd { update, outcome: ExternalOutcome::Delivered { engine_version } };
-        self.tell(&done, "/v1/update/external/end", end, ANSWER).await;
+        self.tell(&done, end, ExternalEnd::WITHIN).await;
         self.settle(&mut following, quiet, Table::after_activate).await?;
         self.enter(UpdatePhase::Done, quiet);
         Ok(Brought {
@@ -133,7 +132,7 @@ impl Attempt<'_> {
         let timeout_ms = u64::try_from(left.as_millis()).unwrap_or(u64::MAX);
         let statement = self.statement(&held.manifest, "");
         let begin = ExternalBegin { update: self.update(), held: held.clone(), timeout_ms, statement };
-        let answers = self.calls.to_all(&self.members, "/v1/update/external/begin", Arc::new(begin), ANSWER + self.silence);
+        let answers = self.calls.to_all(&self.members, begin, ExternalBegin::WITHIN + self.silence);
         let opened = self.opened(answers).await;
         let refused = self.table.behind_for_good();
         if opened.is_ok() && refused.is_none() {
@@ -143,7 +142,7 @@ impl Attempt<'_> {
         let reason = "not every replica of the epoch could take part".to_owned();
         let end = ExternalEnd { update: self.update(), outcome: ExternalOutcome::Untouched { reason } };
         let marked = self.table.receiving();
-        self.tell(&marked, "/v1/update/external/end", end, ANSWER).await;
+        self.tell(&marked, end, ExternalEnd::WITHIN).await;
         opened?;
         let (member, reason) = refused.unwrap_or_else(|| (self.epoch.me().clone(), "it is unknown why".into()));
         Err(self.failure(PublishErrorCode::NotEnoughReplicas, format!("{member} cannot take part: {reason}"), Some(member), true))
@@ -204,7 +203,7 @@ impl Attempt<'_> {
 
     async fn end_one(&mut self, member: &MemberName, outcome: ExternalOutcome) {
         let end = ExternalEnd { update: self.update(), outcome };
-        self.tell(std::slice::from_ref(member), "/v1/update/external/end", end, ANSWER).await;
+        self.tell(std::slice::from_ref(member), end, ExternalEnd::WITHIN).await;
     }
 
     fn open_members(&self) -> String {

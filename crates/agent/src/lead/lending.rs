@@ -7,7 +7,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures::future::join_all;
-use serde::de::IgnoredAny;
 use tokio::time::Instant;
 
 use super::Leader;
@@ -74,11 +73,11 @@ impl Leader {
         let deadline_ms = u64::try_from(within.as_millis()).unwrap_or(u64::MAX);
         let request = LendRequest { id: epoch.id().clone(), memory: offer.memory.clone(), deadline_ms };
         let calls = Calls::new(self.client.clone(), epoch.clone());
-        let answer: Result<IgnoredAny, CallError> = calls.ask(guest, "/v1/epoch/lend", &request, within).await;
+        let answer = calls.ask(guest, &request, within).await;
         // The check stays where it is until the member looked.
         drop(offer);
         match answer {
-            Ok(_) => Ok(()),
+            Ok(()) => Ok(()),
             Err(CallError::Refused { refusal, .. }) => Err(refusal.message),
             Err(error) => Err(error.to_string()),
         }

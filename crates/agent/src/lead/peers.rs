@@ -14,7 +14,7 @@ use tokio::time::{Instant, sleep};
 use crate::core::Core;
 use crate::events::SILENT_AFTER;
 use crate::group::Epoch;
-use weightsync_core::protocol::{AgentEvent, MemberAddress, MemberName, MemberState};
+use weightsync_core::protocol::{AgentEvent, EVENTS_PATH, MemberAddress, MemberName, MemberState};
 use weightsync_net::https::AgentClient;
 
 /// Longest wait for a stream to begin.
@@ -118,7 +118,7 @@ impl Listener {
     /// Listens until the stream ends; answers why.
     async fn listen(&self, open: Duration, heard: &mut bool) -> String {
         let MemberAddress { control, incarnation, .. } = &self.address;
-        let events = self.client.events(control, &incarnation.pod_uid, "/v1/events", open, SILENT_AFTER).await;
+        let events = self.client.events(control, &incarnation.pod_uid, EVENTS_PATH, open, SILENT_AFTER).await;
         let mut stream = match events {
             Ok(stream) => stream,
             Err(error) => return error.to_string(),

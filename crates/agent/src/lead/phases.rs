@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use tokio::time::{Instant, sleep_until};
 
-use super::attempt::{ANSWER, Attempt, Stage};
+use super::attempt::{Attempt, Stage};
 use super::calls::{Answer, Answers, Following};
 use super::engine_round::EngineStream;
 use super::engine_sink::EngineSink;
@@ -17,7 +17,7 @@ use super::probe::Opening;
 use super::stream::{Sending, StreamError};
 use super::table::{Failure, Table, Verdict};
 use crate::rollout::PAUSING;
-use weightsync_core::protocol::{BeginRequest, MemberName, PublishErrorCode, Statement, UpdatePhase};
+use weightsync_core::protocol::{BeginRequest, Call, MemberName, PublishErrorCode, Statement, UpdatePhase, UpdateStatus};
 use weightsync_core::weights::{DigestAlgorithm, Layout};
 use weightsync_transport::{BucketSink, TransportError};
 
@@ -43,7 +43,7 @@ impl Attempt<'_> {
             manifest_digest: known,
             statement,
         };
-        let answers = self.calls.to_all(&self.members, "/v1/update/begin", Arc::new(request), ANSWER + self.silence * PAUSING);
+        let answers = self.calls.to_all(&self.members, request, BeginRequest::WITHIN + self.silence * PAUSING);
         self.opened(answers).await
     }
 
@@ -198,14 +198,8 @@ impl Attempt<'_> {
     }
 
     /// Sends a message of the attempt to members and takes in what they answer at once.
-    pub(super) async fn tell<T: serde::Serialize + Send + Sync + 'static>(
-        &mut self,
-        members: &[MemberName],
-        path: &'static str,
-        body: T,
-        deadline: Duration,
-    ) {
-        let mut answers = self.calls.to_all(members, path, Arc::new(body), deadline);
+    pub(super) async fn tell<C: Call<Answer = UpdateStatus>>(&mut self, members: &[MemberName], request: C, deadline: Duration) {
+        let mut answers = self.calls.to_all(members, request, deadline);
         let mut open = members.to_vec();
         let peers = self.peers.clone();
         while !open.is_empty() {

@@ -17,13 +17,12 @@ use crate::group::Epoch;
 use crate::locks::lock;
 use weightsync_core::plan::{Edges, Next, arrange};
 use weightsync_core::protocol::{
-    Arrangement, ClockAnswer, Delivery, EdgeOutcome, EdgeReport, EdgeRequest, MOST_EDGES, MemberName, Preflight, PreflightReport, UpdateId,
+    Arrangement, ClockAnswer, ClockRequest, Delivery, EdgeOutcome, EdgeReport, EdgeRequest, MOST_EDGES, MemberName, Preflight,
+    PreflightReport, UpdateId,
 };
 
 /// One edge is measured within this long.
 const EDGE: Duration = Duration::from_secs(10);
-/// What a call that is answered at once may take.
-const CALL: Duration = Duration::from_secs(2);
 /// An edge that speaks against a member is measured again after this long: of a member that dies the group hears before.
 const AGAIN: Duration = Duration::from_secs(1);
 /// How often an edge that speaks against a member is measured again before it is believed.
@@ -276,7 +275,7 @@ impl Leader {
         }
         let calls = Calls::new(self.client.clone(), epoch.clone());
         let request = EdgeRequest { id: epoch.id().clone(), to: to.clone(), deadline_ms: millis(EDGE) };
-        let answer = calls.ask(from, "/v1/preflight/edge", &request, EDGE + CALL).await;
+        let answer = calls.ask(from, &request, EDGE + EdgeRequest::WITHIN).await;
         answer.unwrap_or_else(|error| EdgeOutcome::Unmeasured { cause: error.to_string() })
     }
 
@@ -293,7 +292,7 @@ impl Leader {
         let EdgeOutcome::Verified(mut figures) = outcome else { return outcome };
         for _ in 0..ROUND_TRIPS {
             let (begun, sent) = (Instant::now(), now_ms());
-            let Ok(ClockAnswer { now_ms }) = calls.get(to, "/v1/preflight/clock", CALL).await else { break };
+            let Ok(ClockAnswer { now_ms }) = calls.ask(to, &ClockRequest {}, ClockRequest::WITHIN).await else { break };
             let round_trip = begun.elapsed();
             let us = u64::try_from(round_trip.as_micros()).unwrap_or(u64::MAX);
             if figures.round_trip_us.is_none_or(|shortest| us < shortest) {

@@ -3,7 +3,6 @@
 //! Who waits for its turn serves what it has. When failures took all places, the others are passed over: the attempt ends by what the switched
 //! ones did, and the version before stays where it is.
 
-use super::attempt::ANSWER;
 use super::attempt::{Attempt, Stage};
 use super::calls::Following;
 use super::table::{Failure, Table, Verdict};
@@ -31,7 +30,7 @@ impl Attempt<'_> {
             stage.switching(self.table.switching());
             let (proven, others): (Vec<_>, Vec<_>) = due.into_iter().partition(|member| self.agreed.contains(member));
             for (members, agreed) in [(proven, true), (others, false)] {
-                self.tell(&members, "/v1/update/activate", ActivateRequest { update: update.clone(), agreed }, ANSWER).await;
+                self.tell(&members, ActivateRequest { update: update.clone(), agreed }, ActivateRequest::WITHIN).await;
             }
             let left: Vec<MemberName> =
                 waves.waiting(|member| self.table.step(member)).into_iter().map(|left| left.member.clone()).collect();

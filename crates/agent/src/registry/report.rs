@@ -12,7 +12,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::Registry;
 use crate::enrollment::AnnouncingEnded;
-use weightsync_core::protocol::{AnnounceResponse, Assignment, Incarnation, RegisteredEngines};
+use weightsync_core::protocol::{Assignment, Incarnation, RegisteredEngines};
 use weightsync_net::https::{CallError, ControllerClient};
 
 /// Between reports without a change.
@@ -21,7 +21,6 @@ const EVERY: Duration = Duration::from_secs(10);
 const SOON: Duration = Duration::from_millis(250);
 /// How long engines of the assignment have to register again after a start of the agent. Their processes try four times a second.
 const RETURN: Duration = Duration::from_secs(3);
-const DEADLINE: Duration = Duration::from_secs(5);
 
 /// What it takes to report.
 pub(crate) struct Reporter {
@@ -48,7 +47,7 @@ impl Reporter {
             if !returning {
                 let report =
                     RegisteredEngines { namespace: self.namespace.clone(), incarnation: self.incarnation.clone(), ports: ports.clone() };
-                let asked = self.client.post_json::<_, AnnounceResponse>("/v1/agents/engines", &report, DEADLINE);
+                let asked = self.client.ask(&report, RegisteredEngines::WITHIN);
                 let answer = tokio::select! {
                     () = cancel.cancelled() => return AnnouncingEnded::Cancelled,
                     answer = asked => answer,

@@ -14,7 +14,7 @@ use super::{Arriving, Inner, Led, Receiving, Rollout, Version};
 use crate::group::{Epoch, LedBy, refusal};
 use weightsync_core::protocol::{
     AbortRequest, ActivateRequest, BeginRequest, FinishRequest, HeldVersion, InstallStep, Received, Refusal, RefusalCode, Role, Statement,
-    UpdateId, UpdateStatus,
+    StatusRequest, UpdateId, UpdateStatus,
 };
 use weightsync_core::weights::safetensors::SafetensorsPlan;
 use weightsync_core::weights::{Layout, Section, TensorSpec};
@@ -22,9 +22,6 @@ use weightsync_engine::{DraftWay, Fit, InstallTerms, Left, draft, same_tensors};
 use weightsync_net::deadline::ProgressDeadline;
 use weightsync_net::identity::PeerIdentity;
 use weightsync_transport::{Fault, Transfer};
-
-/// Longest wait of a status request for a change.
-pub const LONG_POLL: Duration = Duration::from_secs(1);
 
 /// So many times the allowed silence may pass before a begin is answered: an engine that answers no request while it is fed is paused first,
 /// and LMDeploy moves its weights to the host for that (2 GB/s).
@@ -219,13 +216,13 @@ impl Rollout {
         }
     }
 
-    /// Where the last attempt stands; waits up to [`LONG_POLL`] for something newer than `after`. It is a sign of life of the leader where the
+    /// Where the last attempt stands; waits up to [`StatusRequest::LONG_POLL`] for something newer than `after`. It is a sign of life of the leader where the
     /// leader asks.
     pub async fn status(&self, after: Option<u64>, peer: &PeerIdentity) -> Result<UpdateStatus, Refusal> {
         let mut changed = self.changed.subscribe();
         if let Some(after) = after {
             // Time over or not: what is known now is the answer.
-            let _ = timeout_at(Instant::now() + LONG_POLL, changed.wait_for(|sequence| *sequence > after)).await;
+            let _ = timeout_at(Instant::now() + StatusRequest::LONG_POLL, changed.wait_for(|sequence| *sequence > after)).await;
         }
         let status = self.last_attempt();
         let status = status.ok_or_else(|| refusal(RefusalCode::WrongPhase, "no update was begun here yet"))?;

@@ -13,7 +13,7 @@ use tokio_util::task::AbortOnDropHandle;
 
 use crate::enrollment::{Announcer, AnnouncingEnded, Applicant, TokenSource, enroll};
 use weightsync_core::protocol::{
-    AnnounceResponse, Announcement, Assignment, HeldVersion, Incarnation, Protocols, Rejection, Role, TransportPolicy,
+    AnnounceResponse, Announcement, Assignment, Call, EnrollRequest, HeldVersion, Incarnation, Protocols, Rejection, Role, TransportPolicy,
 };
 use weightsync_net::https::{Access, ControllerClient, Failed, Limits, serve_https};
 use weightsync_net::identity::{Ca, Identity, PeerIdentity};
@@ -32,7 +32,7 @@ async fn refusing(rejection: Rejection) -> (Ca, String, AbortOnDropHandle<()>) {
         let rejection = rejection.clone();
         async move { Err::<(), _>(Failed(rejection)) }
     };
-    let routes = Router::new().route("/v1/agents/enroll", post(refuse));
+    let routes = Router::new().route(EnrollRequest::PATH, post(refuse));
     let serving = serve_https(listener, identity, Access::Open, routes, Limits::default(), CancellationToken::new());
     (ca, address, AbortOnDropHandle::new(tokio::spawn(async move { serving.await.unwrap() })))
 }
@@ -84,7 +84,7 @@ async fn agent_asks_for_a_changed_assignment_at_once() {
         transport: TransportPolicy::default(),
     };
     let wanted = watch::Sender::new(nothing.clone());
-    let routes = Router::new().route("/v1/agents/announce", post(answer)).with_state(wanted.clone());
+    let routes = Router::new().route(Announcement::PATH, post(answer)).with_state(wanted.clone());
     let identity = ca.issue(&PeerIdentity::Controller, HOUR).unwrap();
     let cancel = CancellationToken::new();
     let serving = serve_https(listener, identity, Access::Open, routes, Limits::default(), cancel.clone());

@@ -141,8 +141,7 @@ async fn engine_that_cannot_be_asked_says_what_it_lacks() {
     rollout.engine.set(|inside| inside.mute = true);
     let refused = async |fixture: &mut Fixture| {
         fixture.epoch += 1;
-        let prepared: Result<PrepareResponse, _> =
-            fixture.post(&rollout, "/v1/epoch/prepare", &fixture.prepare_request(&[&rollout], &rollout)).await;
+        let prepared = fixture.ask(&rollout, &fixture.prepare_request(&[&rollout], &rollout)).await;
         match prepared {
             Ok(_) => None,
             Err(CallError::Refused { refusal, .. }) => Some((refusal.code, refusal.message)),

@@ -1,5 +1,7 @@
 //! Messages about groups, over real connections: who may send them, and which are too late.
 
+use std::collections::HashSet;
+
 use super::fixture::*;
 use super::trainer::*;
 use weightsync_core::protocol::*;
@@ -22,13 +24,30 @@ async fn an_older_epoch_and_a_fenced_one_are_refused() {
     fixture.form(&members, None).await;
     let old = fixture.prepare_request(&members, &rollout);
     fixture.form(&members, None).await;
-    assert_eq!(code(fixture.post::<_, PrepareResponse>(&rollout, "/v1/epoch/prepare", &old).await), RefusalCode::StaleEpoch);
+    assert_eq!(code(fixture.ask(&rollout, &old).await), RefusalCode::StaleEpoch);
     fixture.fence(&members).await;
     assert_eq!(rollout.state().epoch, None);
     let fenced = fixture.prepare_request(&members, &rollout);
-    assert_eq!(code(fixture.post::<_, PrepareResponse>(&rollout, "/v1/epoch/prepare", &fenced).await), RefusalCode::StaleEpoch);
+    assert_eq!(code(fixture.ask(&rollout, &fenced).await), RefusalCode::StaleEpoch);
     fixture.form(&members, None).await;
     assert_eq!(rollout.state().epoch, Some(fixture.id()));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn path_of_each_call_is_its_own_and_served() {
+    let mut fixture = Fixture::new();
+    let rollout = fixture.rollout("actors/r-0");
+    let MemberAddress { control, incarnation, .. } = &rollout.address;
+    let served = async |path| match fixture.client.post_json::<_, ()>(control, &incarnation.pod_uid, path, &(), SOON).await {
+        Ok(()) | Err(CallError::Refused { .. }) => true,
+        Err(error) => error.to_string().contains("HTTP 405"),
+    };
+    let all = [PATHS_OF_AGENT, PATHS_OF_CONTROLLER, &[EVENTS_PATH]].concat();
+    assert_eq!(all.iter().collect::<HashSet<_>>().len(), all.len());
+    for path in PATHS_OF_AGENT {
+        assert!(served(path).await, "{path}");
+    }
+    assert!(!served("/v1/none").await);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -42,7 +61,7 @@ async fn prepare_before_a_fence_says_why_the_last_epoch_ended() {
     // From an earlier controller, which does not say why.
     fixture.epoch += 1;
     let prepare = PrepareRequest { why: String::new(), ..fixture.prepare_request(&members, &source) };
-    let _: PrepareResponse = fixture.post(&source, "/v1/epoch/prepare", &prepare).await.unwrap();
+    fixture.ask(&source, &prepare).await.unwrap();
     assert_eq!(source.core.why_over(), "epoch 3 takes its place");
 }
 
@@ -52,7 +71,7 @@ async fn a_commit_that_was_never_prepared_here_is_refused() {
     let rollout = fixture.rollout("actors/r-0");
     fixture.epoch = 4;
     let commit = fixture.commit_request(&[&rollout], None);
-    assert_eq!(code(fixture.post::<_, MemberState>(&rollout, "/v1/epoch/commit", &commit).await), RefusalCode::WrongPhase);
+    assert_eq!(code(fixture.ask(&rollout, &commit).await), RefusalCode::WrongPhase);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -63,12 +82,12 @@ async fn a_member_that_cannot_be_reached_fails_the_commit_by_name() {
     let members = [&source, &first, &second];
     for member in members {
         let request = fixture.prepare_request(&members, member);
-        let _: PrepareResponse = fixture.post(member, "/v1/epoch/prepare", &request).await.unwrap();
+        fixture.ask(member, &request).await.unwrap();
     }
     let commit = fixture.commit_request(&members, None);
-    let _: MemberState = fixture.post(&first, "/v1/epoch/commit", &commit).await.unwrap();
+    fixture.ask(&first, &commit).await.unwrap();
     second.kill();
-    let refused = fixture.post::<_, MemberState>(&source, "/v1/epoch/commit", &commit).await;
+    let refused = fixture.ask(&source, &commit).await;
     let Err(CallError::Refused { refusal, .. }) = refused else { panic!("{refused:?}") };
     assert_eq!(refusal.code, RefusalCode::PeerUnreachable);
     assert!(refusal.message.contains("actors/r-1"), "{}", refusal.message);
@@ -83,7 +102,7 @@ async fn a_released_rollout_is_ready_and_forgets_its_group() {
     publish(&source, 1, TestSource::of(1)).outcome().await.unwrap();
     rollout.engine.restart();
     let release = ReleaseRequest { id: fixture.id(), reason: "the object was deleted".into() };
-    let _: MemberState = fixture.post(&rollout, "/v1/release", &release).await.unwrap();
+    fixture.ask(&rollout, &release).await.unwrap();
     let state = rollout.until("released", |state| state.epoch.is_none()).await;
     assert!(state.reason.is_some_and(|reason| reason.contains("deleted")));
     // It started again: it is asked once more before its pod serves.
@@ -136,7 +155,7 @@ async fn roster_keeps_serving_replicas_while_a_group_forms() {
     assert!(views.iter().all(&serves), "{views:#?}");
     // A group that ends without another one has no members.
     let release = ReleaseRequest { id: fixture.id(), reason: "the object was deleted".into() };
-    let _: MemberState = fixture.post(&source, "/v1/release", &release).await.unwrap();
+    fixture.ask(&source, &release).await.unwrap();
     let empty = tokio::time::timeout(std::time::Duration::from_secs(10), roster.wait_for(|view| view.replicas.is_empty())).await;
     assert!(empty.is_ok(), "{:?}", source.roster.borrow());
 }
@@ -179,17 +198,14 @@ async fn side_with_other_buckets_is_refused_before_a_byte_moves() {
         manifest_digest: None,
         statement: None,
     };
-    assert_eq!(code(fixture.post_as::<_, UpdateStatus>(&source, &rollout, "/v1/update/begin", &begin).await), RefusalCode::LayoutMismatch);
+    assert_eq!(code(fixture.ask_as(&source, &rollout, &begin).await), RefusalCode::LayoutMismatch);
     assert_eq!(rollout.engine.get(|inside| inside.installs), 0);
     begin.layout_digest = layout.digest();
-    let status: UpdateStatus = fixture.post_as(&source, &rollout, "/v1/update/begin", &begin).await.unwrap();
+    let status = fixture.ask_as(&source, &rollout, &begin).await.unwrap();
     assert_eq!(status.step, InstallStep::Receiving);
     // A second begin of the attempt with another cut changes nothing.
     let changed = BeginRequest { layout_digest: other.digest(), layout: other, ..begin };
-    assert_eq!(
-        code(fixture.post_as::<_, UpdateStatus>(&source, &rollout, "/v1/update/begin", &changed).await),
-        RefusalCode::LayoutMismatch
-    );
+    assert_eq!(code(fixture.ask_as(&source, &rollout, &changed).await), RefusalCode::LayoutMismatch);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -205,11 +221,11 @@ async fn member_that_poses_as_controller_or_leader_is_refused() {
     // Not even by the one that leads its updates.
     for from in [&source, &other] {
         let answers = [
-            fixture.post_as::<_, serde_json::Value>(from, &rollout, "/v1/epoch/prepare", &prepare).await,
-            fixture.post_as(from, &rollout, "/v1/epoch/commit", &commit).await,
-            fixture.post_as(from, &rollout, "/v1/epoch/fence", &FenceRequest { id: next.clone(), reason: reason.clone() }).await,
-            fixture.post_as(from, &rollout, "/v1/release", &ReleaseRequest { id: next.clone(), reason: reason.clone() }).await,
-            fixture.post_as(from, &rollout, "/v1/announce", &()).await,
+            fixture.ask_as(from, &rollout, &prepare).await.map(drop),
+            fixture.ask_as(from, &rollout, &commit).await.map(drop),
+            fixture.ask_as(from, &rollout, &FenceRequest { id: next.clone(), reason: reason.clone() }).await.map(drop),
+            fixture.ask_as(from, &rollout, &ReleaseRequest { id: next.clone(), reason: reason.clone() }).await.map(drop),
+            fixture.ask_as(from, &rollout, &AssignmentChanged).await,
         ];
         for answer in answers {
             assert_eq!(code(answer), RefusalCode::Forbidden);
@@ -226,7 +242,7 @@ async fn member_that_poses_as_controller_or_leader_is_refused() {
         manifest_digest: None,
         statement: None,
     };
-    assert_eq!(code(fixture.post_as::<_, UpdateStatus>(&other, &rollout, "/v1/update/begin", &begin).await), RefusalCode::Forbidden);
+    assert_eq!(code(fixture.ask_as(&other, &rollout, &begin).await), RefusalCode::Forbidden);
     let state = rollout.core.events().state();
     assert_eq!((state.epoch.as_ref(), state.phase), (Some(&id), MemberPhase::Ready), "nothing of it was done");
     publish(&source, 1, TestSource::of(1)).outcome().await.unwrap();

@@ -210,7 +210,7 @@ async fn engine_is_healthy_once_its_properties_are_known() {
     let (source, rollout) = (fixture.source(), fixture.member("actors/r-0", Role::Rollout, engine));
     for _ in 0..5 {
         let prepare = PrepareRequest { deadline_ms: 100, ..fixture.prepare_request(&[&source, &rollout], &rollout) };
-        let refused = fixture.post::<_, PrepareResponse>(&rollout, "/v1/epoch/prepare", &prepare).await;
+        let refused = fixture.ask(&rollout, &prepare).await;
         assert!(matches!(refused, Err(CallError::Refused { .. })), "{refused:?}");
         assert!(!rollout.state().healthy, "a group would wait for what it is");
     }

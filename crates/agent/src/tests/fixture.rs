@@ -214,31 +214,14 @@ impl Fixture {
         EpochId { weightsync: WEIGHTSYNC.into(), created: 1, term: 0, epoch: self.epoch }
     }
 
-    pub async fn post<T: serde::Serialize + Sync, R: serde::de::DeserializeOwned>(
-        &self,
-        to: &Member,
-        path: &str,
-        body: &T,
-    ) -> Result<R, CallError> {
-        self.client.post_json(&to.address.control, &to.address.incarnation.pod_uid, path, body, SOON).await
+    pub async fn ask<C: Call>(&self, to: &Member, request: &C) -> Result<C::Answer, CallError> {
+        self.client.ask(&to.address.control, &to.address.incarnation.pod_uid, request, SOON).await
     }
 
     /// A message of one member to another.
-    pub async fn post_as<T: serde::Serialize + Sync, R: serde::de::DeserializeOwned>(
-        &self,
-        from: &Member,
-        to: &Member,
-        path: &str,
-        body: &T,
-    ) -> Result<R, CallError> {
+    pub async fn ask_as<C: Call>(&self, from: &Member, to: &Member, request: &C) -> Result<C::Answer, CallError> {
         let client = AgentClient::new(self.identity(from));
-        client.post_json(&to.address.control, &to.address.incarnation.pod_uid, path, body, SOON).await
-    }
-
-    /// What one member asks another.
-    pub async fn get_as<R: serde::de::DeserializeOwned>(&self, from: &Member, to: &Member, path: &str) -> Result<R, CallError> {
-        let client = AgentClient::new(self.identity(from));
-        client.get_json(&to.address.control, &to.address.incarnation.pod_uid, path, SOON).await
+        client.ask(&to.address.control, &to.address.incarnation.pod_uid, request, SOON).await
     }
 
     /// A certificate as that member has it.
@@ -261,13 +244,13 @@ impl Fixture {
             deadline_ms: 5_000,
         };
         for member in members {
-            let _: PrepareResponse = self.post(member, "/v1/epoch/prepare", &prepare(member)).await.unwrap();
+            self.ask(member, &prepare(member)).await.unwrap();
         }
         let request = self.commit_request(members, feeder);
         let mut order: Vec<&&Member> = members.iter().collect();
         order.sort_by_key(|member| (member.role == Role::Source, feeder.is_some_and(|feeder| feeder.name == member.name)));
         for member in order {
-            let _: MemberState = self.post(member, "/v1/epoch/commit", &request).await.unwrap();
+            self.ask(member, &request).await.unwrap();
         }
         id
     }
@@ -300,7 +283,7 @@ impl Fixture {
     pub async fn fence(&self, members: &[&Member]) {
         let request = FenceRequest { id: self.id(), reason: "a member was lost".into() };
         for member in members {
-            let _: Result<MemberState, _> = self.post(member, "/v1/epoch/fence", &request).await;
+            let _ = self.ask(member, &request).await;
         }
     }
 }

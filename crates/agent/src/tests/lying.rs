@@ -115,11 +115,11 @@ async fn feeder_that_begins_what_the_epoch_does_not_name_is_refused() {
         BeginRequest { feeding: false, ..current.begin(&id, 4, &current.held()) },
     ];
     for begin in begins {
-        let answer = fixture.post_as::<_, UpdateStatus>(&feeder, &honest, "/v1/update/begin", &begin).await;
+        let answer = fixture.ask_as(&feeder, &honest, &begin).await;
         assert_eq!(code(answer), RefusalCode::Forbidden, "{} {:?}", begin.update.version, begin.manifest_digest);
     }
     let begin = current.begin(&id, 5, &current.held());
-    let status: UpdateStatus = fixture.post_as(&feeder, &honest, "/v1/update/begin", &begin).await.unwrap();
+    let status = fixture.ask_as(&feeder, &honest, &begin).await.unwrap();
     assert_eq!(status.step, InstallStep::Receiving);
 }
 
@@ -132,16 +132,16 @@ async fn feeder_that_brings_other_weights_installs_nothing() {
     let members = [&feeder, &honest];
     let id = fixture.form(&members, Some(&feeder)).await;
     let begin = poison.begin(&id, 1, &current.held());
-    let _: UpdateStatus = fixture.post_as(&feeder, &honest, "/v1/update/begin", &begin).await.unwrap();
+    fixture.ask_as(&feeder, &honest, &begin).await.unwrap();
     poison.stream(&fixture, &feeder, &honest, &begin.update, fixture.commit_request(&members, None).secret).await;
-    let answer = fixture.post_as::<_, UpdateStatus>(&feeder, &honest, "/v1/update/finish", &poison.finish(&begin.update)).await;
+    let answer = fixture.ask_as(&feeder, &honest, &poison.finish(&begin.update)).await;
     assert_eq!(code(answer), RefusalCode::Forbidden);
     // With the digest that the epoch names: it is not that of these bytes.
     let named = FinishRequest { manifest_digest: current.held().manifest, ..poison.finish(&begin.update) };
-    let status: UpdateStatus = fixture.post_as(&feeder, &honest, "/v1/update/finish", &named).await.unwrap();
+    let status = fixture.ask_as(&feeder, &honest, &named).await.unwrap();
     assert_eq!(status.step, InstallStep::Failed);
     let activate = ActivateRequest { update: begin.update.clone(), agreed: false };
-    let status: UpdateStatus = fixture.post_as(&feeder, &honest, "/v1/update/activate", &activate).await.unwrap();
+    let status = fixture.ask_as(&feeder, &honest, &activate).await.unwrap();
     assert_eq!((status.step, honest.engine.get(|inside| inside.installs)), (InstallStep::Failed, 0));
 }
 
@@ -152,14 +152,14 @@ async fn attempt_of_a_source_takes_no_message_of_the_feeder() {
     let (version, poison) = (Poison::of(4, 4), Poison::of(9, 4));
     let id = fixture.form(&[&source, &feeder, &honest], Some(&feeder)).await;
     let begin = BeginRequest { feeding: false, manifest_digest: None, ..version.begin(&id, 1, &version.held()) };
-    let _: UpdateStatus = fixture.post_as(&source, &honest, "/v1/update/begin", &begin).await.unwrap();
+    fixture.ask_as(&source, &honest, &begin).await.unwrap();
     let update = begin.update.clone();
-    let finish = fixture.post_as::<_, UpdateStatus>(&feeder, &honest, "/v1/update/finish", &poison.finish(&update)).await;
+    let finish = fixture.ask_as(&feeder, &honest, &poison.finish(&update)).await;
     assert_eq!(code(finish), RefusalCode::Forbidden);
     let activate = ActivateRequest { update: update.clone(), agreed: false };
-    assert_eq!(code(fixture.post_as::<_, UpdateStatus>(&feeder, &honest, "/v1/update/activate", &activate).await), RefusalCode::Forbidden);
+    assert_eq!(code(fixture.ask_as(&feeder, &honest, &activate).await), RefusalCode::Forbidden);
     let abort = AbortRequest { update, reason: "mine now".into() };
-    let _: Option<UpdateStatus> = fixture.post_as(&feeder, &honest, "/v1/update/abort", &abort).await.unwrap();
+    fixture.ask_as(&feeder, &honest, &abort).await.unwrap();
     assert_eq!(honest.rollout().last_attempt().unwrap().step, InstallStep::Receiving);
 }
 
@@ -171,10 +171,10 @@ async fn status_asked_by_another_member_is_no_sign_of_the_leader() {
     let id = fixture.form(&[&source, &other, &honest], None).await;
     let version = Poison::of(4, 4);
     let begin = BeginRequest { feeding: false, manifest_digest: None, ..version.begin(&id, 1, &version.held()) };
-    let _: UpdateStatus = fixture.post_as(&source, &honest, "/v1/update/begin", &begin).await.unwrap();
+    fixture.ask_as(&source, &honest, &begin).await.unwrap();
     let asked = async {
         loop {
-            let status: UpdateStatus = fixture.get_as(&other, &honest, "/v1/update/status").await.unwrap();
+            let status = fixture.ask_as(&other, &honest, &StatusRequest::default()).await.unwrap();
             if status.step == InstallStep::Failed {
                 return status;
             }
@@ -237,7 +237,7 @@ async fn statement_that_a_feeder_signed_itself_is_refused() {
     let id = fixture.form(&[&feeder, &honest], Some(&feeder)).await;
     let own = fixture.identity(&feeder).state(&current.held(), &current.layout.digest(), id.epoch).unwrap();
     let begin = BeginRequest { statement: Some(Box::new(own)), ..current.begin(&id, 1, &current.held()) };
-    let answer = fixture.post_as::<_, UpdateStatus>(&feeder, &honest, "/v1/update/begin", &begin).await;
+    let answer = fixture.ask_as(&feeder, &honest, &begin).await;
     assert_eq!(code(answer), RefusalCode::Forbidden);
     assert_eq!(honest.state().statements, []);
 }
@@ -246,20 +246,20 @@ async fn statement_that_a_feeder_signed_itself_is_refused() {
 async fn pod_that_left_the_group_is_refused_by_its_members() {
     let mut fixture = Fixture::new();
     let (source, honest, left) = (fixture.source(), fixture.rollout("actors/r-0"), fixture.rollout("actors/r-1"));
-    let strangers = fixture.get_as::<MemberState>(&left, &honest, "/v1/state").await;
+    let strangers = fixture.ask_as(&left, &honest, &StateRequest {}).await;
     assert_eq!(code(strangers), RefusalCode::Forbidden, "there is no group yet");
     fixture.form(&[&source, &honest, &left], None).await;
-    let _: MemberState = fixture.get_as(&left, &honest, "/v1/state").await.unwrap();
+    fixture.ask_as(&left, &honest, &StateRequest {}).await.unwrap();
     let client = AgentClient::new(fixture.identity(&left));
     let (control, pod) = (&honest.address.control, &honest.address.incarnation.pod_uid);
-    let mut events = client.events::<AgentEvent>(control, pod, "/v1/events", SOON, SOON).await.unwrap();
+    let mut events = client.events::<AgentEvent>(control, pod, EVENTS_PATH, SOON, SOON).await.unwrap();
     events.next().await.unwrap();
     fixture.form(&[&source, &honest], None).await;
-    assert_eq!(code(fixture.get_as::<MemberState>(&left, &honest, "/v1/state").await), RefusalCode::Forbidden);
+    assert_eq!(code(fixture.ask_as(&left, &honest, &StateRequest {}).await), RefusalCode::Forbidden);
     let ended = tokio::time::timeout(SOON, async { while events.next().await.is_ok() {} }).await;
     assert!(ended.is_ok(), "its open stream ends too");
     // Not when the epoch is over either.
     fixture.fence(&[&source, &honest]).await;
-    assert_eq!(code(fixture.get_as::<MemberState>(&left, &honest, "/v1/state").await), RefusalCode::Forbidden);
-    let _: MemberState = fixture.get_as(&source, &honest, "/v1/state").await.unwrap();
+    assert_eq!(code(fixture.ask_as(&left, &honest, &StateRequest {}).await), RefusalCode::Forbidden);
+    fixture.ask_as(&source, &honest, &StateRequest {}).await.unwrap();
 }

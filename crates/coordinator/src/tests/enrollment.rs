@@ -50,7 +50,7 @@ fn announcement(uid: &str) -> Announcement {
 
 async fn announce(world: &World, identity: &Identity, uid: &str) -> Result<AnnounceResponse, CallError> {
     let client = ControllerClient::new(identity.clone(), world.controller.clone());
-    client.post_json("/v1/agents/announce", &announcement(uid), SOON).await
+    client.ask(&announcement(uid), SOON).await
 }
 
 fn rejected(answer: Result<impl std::fmt::Debug, CallError>) -> Rejection {
@@ -234,7 +234,7 @@ async fn address_that_is_not_the_pods_own_is_refused() {
     let client = ControllerClient::new(identity.clone(), world.controller.clone());
     let at = async |address: &str| {
         let announcement = Announcement { control_address: address.into(), ..announcement("uid-0") };
-        client.post_json::<_, AnnounceResponse>("/v1/agents/announce", &announcement, SOON).await
+        client.ask(&announcement, SOON).await
     };
     for foreign in ["169.254.169.254:80", "10.0.0.1:443", "[fd00::1]:6443"] {
         let rejection = rejected(at(foreign).await);

@@ -5,7 +5,9 @@ use std::time::{Duration, Instant};
 use super::world::{OBJECT, SOON, World, until};
 use crate::Ended;
 use weightsync_core::membership::{GroupStage, MemberStanding, MembershipView};
-use weightsync_core::protocol::{HeldVersion, InstallStep, MemberName, MemberPhase, MemberProgress, Reason, Role, UpdatePhase, UpdateView};
+use weightsync_core::protocol::{
+    AssignmentChanged, HeldVersion, InstallStep, MemberName, MemberPhase, MemberProgress, Reason, Role, UpdatePhase, UpdateView,
+};
 use weightsync_net::https::{AgentClient, CallError};
 use weightsync_net::identity::PeerIdentity;
 
@@ -209,7 +211,7 @@ async fn members_serve_no_agent_of_another_object() {
     until(&handle, "a group of two", committed(2)).await;
     let foreign = PeerIdentity::Agent { weightsync: "ws-other".into(), pod_uid: "uid-x".into(), role: Role::Rollout };
     let client = AgentClient::new(world.ca.issue(&foreign, SOON * 60).unwrap());
-    let answer = client.post_json::<_, ()>(&actor.address, "uid-0", "/v1/release", &(), SOON).await;
+    let answer = client.tell(&actor.address, "uid-0", &AssignmentChanged, SOON).await;
     assert!(matches!(answer, Err(CallError::Refused { .. })), "{answer:?}");
     assert_eq!(actor.state().phase, MemberPhase::Ready);
 }

@@ -1,8 +1,8 @@
 //! Messages between the coordinator (in the controller, or `weightsync local`) and an agent, over mutual TLS.
 //!
-//! `POST /v1/epoch/prepare`, `/v1/epoch/commit`, `/v1/epoch/fence`, `/v1/release`; `GET /v1/state`; `GET /v1/events` (one JSON object a
-//! line: first a [`AgentEvent::Snapshot`], then changes, and a [`AgentEvent::Heartbeat`] each second, so that a reader can distinguish a
-//! dead agent (connection closed) from a silent one (no line)). The snapshot repeats every fact: nothing is only pushed once.
+//! The stream of events has one JSON object a line: first a [`AgentEvent::Snapshot`], then changes, and a [`AgentEvent::Heartbeat`] each
+//! second. So a reader can distinguish a dead agent (connection closed) from a silent one (no line). The snapshot repeats every fact:
+//! nothing is only pushed once.
 
 use serde::{Deserialize, Serialize};
 
@@ -144,7 +144,7 @@ pub struct FenceRequest {
     pub reason: String,
 }
 
-/// Requests that a member leaves: it resumes its engine if that is safe, becomes ready, and forgets its group (`POST /v1/release`).
+/// Requests that a member leaves: it resumes its engine if that is safe, becomes ready, and forgets its group.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ReleaseRequest {
@@ -264,7 +264,7 @@ impl MemberPhase {
     }
 }
 
-/// The full state of an agent; the response of `GET /v1/state` and the first event of each stream.
+/// The full state of an agent; the answer to [`StateRequest`](super::StateRequest) and the first event of each stream.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 #[allow(missing_docs)]

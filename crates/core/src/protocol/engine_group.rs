@@ -101,9 +101,8 @@ pub enum GroupPlace {
     },
 }
 
-/// Makes an agent bring its engine into a group of a committing epoch (`POST /v1/epoch/engine-join`, over mutual TLS, from the agent that
-/// proves the epoch). The engine leaves earlier groups first. The response is [`EngineJoinResponse`] once the engine confirmed that it
-/// joined.
+/// Makes an agent bring its engine into a group of a committing epoch. The engine leaves earlier groups first. The response comes once the
+/// engine confirmed that it joined.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 #[allow(missing_docs)]
@@ -128,8 +127,7 @@ pub struct EngineJoinResponse {
     pub joined_ms: u64,
 }
 
-/// Makes an agent call its engine for an attempt (`POST /v1/update/receive`). The response is [`ReceiveResponse`] once the engine
-/// responded.
+/// Makes an agent call its engine for an attempt. The response comes once the engine responded.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ReceiveRequest {

@@ -5,8 +5,7 @@
 //! `epoch`. `broken` ends an epoch without a version. A bound, listening socket is passed by SCM_RIGHTS with each `epoch`. The trainer's
 //! rendezvous uses that socket, so no other process can take the port in between (F21).
 //!
-//! Between leader and rollout agents, over mutual TLS: `POST /v1/update/external/begin | end`; the rest as for any update (`status`,
-//! `abort`).
+//! Between leader and rollout agents, over mutual TLS: [`ExternalBegin`] and [`ExternalEnd`]; status and abort as for any update.
 
 use serde::{Deserialize, Serialize};
 

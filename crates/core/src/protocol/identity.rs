@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{HeldVersion, Incarnation, Protocols, Returned, Role, TransportPolicy, Version};
 
-/// `POST /v1/agents/enroll` at the controller, over TLS with the server's certificate checked; asks for a certificate.
+/// Asks the controller for a certificate, over TLS with the server's certificate checked.
 #[derive(Clone, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct EnrollRequest {
@@ -100,8 +100,7 @@ pub struct EngineAssignment {
 /// Most engines that register with one agent.
 pub const MOST_ENGINES: usize = 16;
 
-/// `POST /v1/agents/engines` at the controller, mutual TLS: the engines that are registered with an agent now. The agent sends it when they
-/// change, and every 10 s. The response is an [`AnnounceResponse`].
+/// The engines that are registered with an agent now. The agent sends it when they change, and every 10 s.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct RegisteredEngines {
@@ -122,7 +121,7 @@ pub struct AnnounceResponse {
     pub assignment: Assignment,
 }
 
-/// One endpoint's `POST /v1/agents/announce` at the controller, mutual TLS: "I am here, attach to my events".
+/// One endpoint says to the controller, over mutual TLS: "I am here, attach to my events".
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 #[allow(missing_docs)]

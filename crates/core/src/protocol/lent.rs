@@ -35,9 +35,8 @@ impl LentMemory {
     pub const CHECK_BYTES: usize = 64;
 }
 
-/// Requests that a member without a rank opens the source's ring (`POST /v1/epoch/lend`, over mutual TLS, from the agent that proves the
-/// epoch). The response is `null` if it opened it and found the check there. A refusal has the reason why its bytes must come over a
-/// connection.
+/// Requests that a member without a rank opens the source's ring. The response is `null` if it opened it and found the check there. A
+/// refusal has the reason why its bytes must come over a connection.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct LendRequest {

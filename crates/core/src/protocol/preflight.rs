@@ -1,6 +1,6 @@
 //! The measurements between members before a chain carries weights: the preflight.
 //!
-//! The leading agent sends a request to the sender of each edge (`POST /v1/preflight/edge`). The sender moves bytes over the data path of
+//! The leading agent sends an [`EdgeRequest`] to the sender of each edge. The sender moves bytes over the data path of
 //! the epoch; the receiver checks their digests as in an update. Values only; [`crate::plan::arrange`] evaluates them.
 
 use serde::{Deserialize, Serialize};
@@ -42,7 +42,7 @@ pub struct EdgeRequest {
     pub deadline_ms: u64,
 }
 
-/// Answer to `GET /v1/preflight/clock`.
+/// Answer to [`ClockRequest`](super::ClockRequest).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ClockAnswer {

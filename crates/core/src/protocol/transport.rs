@@ -177,8 +177,8 @@ impl Default for TransportChoice {
     }
 }
 
-/// Requests that a member joins the communicator of a committed or committing epoch (`POST /v1/epoch/join`, over mutual TLS, from the agent
-/// that proves the epoch). The response is [`JoinResponse`] once the communicator moved one element on all ranks.
+/// Requests that a member joins the communicator of a committed or committing epoch. The response comes once the communicator moved one
+/// element on all ranks.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct JoinRequest {

@@ -1,8 +1,8 @@
 //! Messages of a leader (the source, or the feeder of joiners) to rollout agents, over mutual TLS.
 //!
-//! `POST /v1/update/begin | finish | activate | abort` return at once. Progress is read by `GET /v1/update/status?after=N` (a long poll of
-//! at most 1 s), so no call is long, and moving bytes are visible as progress. Each of the four returns the [`UpdateStatus`] after it. Any
-//! refusal is a [`super::Refusal`] with HTTP 409 or 422.
+//! Begin, finish, activate and abort return at once, with the [`UpdateStatus`] after them. Progress is read by
+//! [`StatusRequest`](super::StatusRequest), a long poll. So no call is long, and moving bytes are visible as progress. Any refusal is a
+//! [`super::Refusal`] with HTTP 409 or 422.
 
 use serde::{Deserialize, Serialize};
 

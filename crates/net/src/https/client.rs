@@ -9,13 +9,13 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use serde::Serialize;
-use serde::de::DeserializeOwned;
+use serde::de::{DeserializeOwned, IgnoredAny};
 use tokio::sync::Semaphore;
 use tokio::time::{Instant, timeout, timeout_at};
 
 use super::stream::EventStream;
 use crate::identity::{Identity, PeerIdentity, agent_name, controller_name};
-use weightsync_core::protocol::{LONGEST_ANSWER, Refusal, Rejection};
+use weightsync_core::protocol::{Call, LONGEST_ANSWER, Method, Refusal, Rejection};
 
 /// Most peers whose connections are kept; beyond that, all are dropped and opened again as needed.
 const KEPT_PEERS: usize = 1024;
@@ -62,26 +62,25 @@ impl AgentClient {
         &self.pool.identity
     }
 
-    /// Posts `body` to the agent of that pod at `address` (`IP:PORT`); the whole call ends within `deadline`.
+    /// Calls the agent of that pod at `address` (`IP:PORT`); the whole call ends within `deadline`.
+    pub async fn ask<C: Call>(&self, address: &str, pod_uid: &str, request: &C, deadline: Duration) -> Result<C::Answer, CallError> {
+        self.pool.ask(Outgoing { address, name: agent_name(pod_uid), path: C::PATH, deadline }, request).await
+    }
+
+    /// The same, if the caller only needs to know that the agent took the request: any answer is accepted.
+    pub async fn tell<C: Call>(&self, address: &str, pod_uid: &str, request: &C, deadline: Duration) -> Result<(), CallError> {
+        let call = Outgoing { address, name: agent_name(pod_uid), path: C::PATH, deadline };
+        self.pool.ask::<C, IgnoredAny>(call, request).await.map(drop)
+    }
+
+    /// Posts any `body` to any path, as peers do that do not follow the protocol. For tests and simulations.
     pub async fn post_json<T, R>(&self, address: &str, pod_uid: &str, path: &str, body: &T, deadline: Duration) -> Result<R, CallError>
     where
         T: Serialize + Sync + ?Sized,
         R: DeserializeOwned,
     {
-        let call = Call { address, name: agent_name(pod_uid), path, deadline };
+        let call = Outgoing { address, name: agent_name(pod_uid), path, deadline };
         self.pool.json(call, |client, url| client.post(url).json(body)).await
-    }
-
-    /// Gets JSON from the agent of that pod at `address` (`IP:PORT`); the whole call ends within `deadline`.
-    pub async fn get_json<R: DeserializeOwned>(
-        &self,
-        address: &str,
-        pod_uid: &str,
-        path: &str,
-        deadline: Duration,
-    ) -> Result<R, CallError> {
-        let call = Call { address, name: agent_name(pod_uid), path, deadline };
-        self.pool.json(call, reqwest::Client::get).await
     }
 
     /// Opens a stream of one JSON object a line. It must begin within `deadline`, and counts as silent after `silence` without a line. Only
@@ -94,7 +93,7 @@ impl AgentClient {
         deadline: Duration,
         silence: Duration,
     ) -> Result<EventStream<T>, CallError> {
-        let call = Call { address, name: agent_name(pod_uid), path, deadline };
+        let call = Outgoing { address, name: agent_name(pod_uid), path, deadline };
         let _turn = timeout(TURN, self.opening.acquire()).await.map_err(|_| call.timed_out())?;
         let response = self.pool.send(&call, reqwest::Client::get).await?;
         Ok(EventStream::new(response, silence))
@@ -118,25 +117,21 @@ impl ControllerClient {
         Self { pool: Arc::new(pool), address }
     }
 
-    /// Posts `body`; the whole call, name lookup included, ends within `deadline`.
-    pub async fn post_json<T, R>(&self, path: &str, body: &T, deadline: Duration) -> Result<R, CallError>
-    where
-        T: Serialize + Sync + ?Sized,
-        R: DeserializeOwned,
-    {
-        let call = Call { address: &self.address, name: controller_name(), path, deadline };
-        self.pool.json(call, |client, url| client.post(url).json(body)).await
+    /// Calls the controller; the whole call, name lookup included, ends within `deadline`.
+    pub async fn ask<C: Call>(&self, request: &C, deadline: Duration) -> Result<C::Answer, CallError> {
+        self.pool.ask(Outgoing { address: &self.address, name: controller_name(), path: C::PATH, deadline }, request).await
     }
 }
 
-struct Call<'a> {
+/// A call on its way.
+struct Outgoing<'a> {
     address: &'a str,
     name: String,
     path: &'a str,
     deadline: Duration,
 }
 
-impl Call<'_> {
+impl Outgoing<'_> {
     fn unreachable(&self, cause: impl Into<String>) -> CallError {
         CallError::Unreachable { address: self.address.to_owned(), cause: cause.into() }
     }
@@ -173,9 +168,18 @@ struct PeerKey {
 }
 
 impl Pool {
+    /// `R` is the answer that is read: that of the call, or any.
+    async fn ask<C: Call, R: DeserializeOwned>(&self, call: Outgoing<'_>, request: &C) -> Result<R, CallError> {
+        let send = |client: &reqwest::Client, url| match C::METHOD {
+            Method::Get => client.get(url).query(request),
+            Method::Post => client.post(url).json(request),
+        };
+        self.json(call, send).await
+    }
+
     async fn json<R: DeserializeOwned>(
         &self,
-        call: Call<'_>,
+        call: Outgoing<'_>,
         request: impl FnOnce(&reqwest::Client, String) -> reqwest::RequestBuilder,
     ) -> Result<R, CallError> {
         let until = Instant::now() + call.deadline;
@@ -188,7 +192,7 @@ impl Pool {
 
     async fn send(
         &self,
-        call: &Call<'_>,
+        call: &Outgoing<'_>,
         request: impl FnOnce(&reqwest::Client, String) -> reqwest::RequestBuilder,
     ) -> Result<reqwest::Response, CallError> {
         self.send_until(call, Instant::now() + call.deadline, request).await
@@ -196,7 +200,7 @@ impl Pool {
 
     async fn send_until(
         &self,
-        call: &Call<'_>,
+        call: &Outgoing<'_>,
         until: Instant,
         request: impl FnOnce(&reqwest::Client, String) -> reqwest::RequestBuilder,
     ) -> Result<reqwest::Response, CallError> {
@@ -215,7 +219,7 @@ impl Pool {
         timeout_at(until, sent).await.unwrap_or_else(|_| Err(call.timed_out()))
     }
 
-    fn client(&self, call: &Call<'_>, address: SocketAddr) -> Result<reqwest::Client, CallError> {
+    fn client(&self, call: &Outgoing<'_>, address: SocketAddr) -> Result<reqwest::Client, CallError> {
         let key = PeerKey { name: call.name.clone(), address, own: self.identity.own() };
         let mut clients = self.clients.lock();
         if let Some(client) = clients.get(&key) {
@@ -246,7 +250,7 @@ impl Pool {
     }
 }
 
-async fn look_up(call: &Call<'_>) -> Result<SocketAddr, CallError> {
+async fn look_up(call: &Outgoing<'_>) -> Result<SocketAddr, CallError> {
     if let Ok(address) = call.address.parse() {
         return Ok(address);
     }
@@ -254,7 +258,7 @@ async fn look_up(call: &Call<'_>) -> Result<SocketAddr, CallError> {
     found.next().ok_or_else(|| call.unreachable("the name has no address"))
 }
 
-async fn read_body(call: &Call<'_>, mut response: reqwest::Response) -> Result<Vec<u8>, CallError> {
+async fn read_body(call: &Outgoing<'_>, mut response: reqwest::Response) -> Result<Vec<u8>, CallError> {
     let mut body = Vec::new();
     while let Some(chunk) = response.chunk().await.map_err(|error| call.failed(&error))? {
         if body.len() + chunk.len() > LONGEST_ANSWER {
@@ -265,7 +269,7 @@ async fn read_body(call: &Call<'_>, mut response: reqwest::Response) -> Result<V
     Ok(body)
 }
 
-fn refused(call: &Call<'_>, status: reqwest::StatusCode, body: &[u8]) -> CallError {
+fn refused(call: &Outgoing<'_>, status: reqwest::StatusCode, body: &[u8]) -> CallError {
     let address = call.address.to_owned();
     if let Ok(refusal) = serde_json::from_slice(body) {
         return CallError::Refused { address, refusal };

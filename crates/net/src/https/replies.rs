@@ -11,7 +11,10 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::identity::PeerIdentity;
-use weightsync_core::protocol::{Refusal, RefusalCode, Rejection};
+use weightsync_core::protocol::{Call, Refusal, RefusalCode, Rejection};
+
+/// What the handler of a call returns.
+pub type Answered<C, E = Refusal> = Result<Json<<C as Call>::Answer>, Failed<E>>;
 
 /// The response of a handler that refuses a request: a [`Refusal`] or a [`Rejection`], as JSON with a fitting status.
 #[derive(Debug)]

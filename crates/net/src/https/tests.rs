@@ -7,6 +7,7 @@ use axum::routing::{get, post};
 use axum::{Json, Router};
 use futures::StreamExt;
 use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinHandle;
@@ -14,7 +15,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::*;
 use crate::identity::{Ca, Identity, PeerIdentity};
-use weightsync_core::protocol::{Refusal, RefusalCode, Rejection, Role};
+use weightsync_core::protocol::{Call, Method, Refusal, RefusalCode, Rejection, Role};
 
 const HOUR: Duration = Duration::from_secs(3600);
 const SOON: Duration = Duration::from_secs(5);
@@ -23,6 +24,28 @@ const SOON: Duration = Duration::from_secs(5);
 struct Number {
     number: u64,
 }
+
+macro_rules! call {
+    ($name:ident: $method:ident $path:literal => $answer:ty) => {
+        #[derive(Serialize)]
+        struct $name(Value);
+
+        impl Call for $name {
+            const METHOD: Method = Method::$method;
+            const PATH: &'static str = $path;
+            type Answer = $answer;
+        }
+    };
+}
+
+call!(Double: Post "/double" => Number);
+call!(Empty: Post "/empty" => ());
+call!(Refuse: Post "/refuse" => Number);
+call!(Reject: Post "/reject" => Number);
+call!(Never: Post "/never" => Number);
+call!(Unknown: Post "/unknown" => Number);
+call!(Who: Get "/who" => String);
+call!(Large: Get "/large" => String);
 
 fn agent(weightsync: &str, pod_uid: &str) -> PeerIdentity {
     PeerIdentity::Agent { weightsync: weightsync.into(), pod_uid: pod_uid.into(), role: Role::Rollout }
@@ -63,7 +86,7 @@ fn client(ca: &Ca, who: &PeerIdentity) -> AgentClient {
 }
 
 async fn double(client: &AgentClient, server: &Server) -> Result<Number, CallError> {
-    client.post_json(&server.address, "pod", "/double", &Number { number: 21 }, SOON).await
+    client.ask(&server.address, "pod", &Double(json!({"number": 21})), SOON).await
 }
 
 #[tokio::test]
@@ -73,9 +96,8 @@ async fn controller_and_agents_of_one_object_are_served() {
     for who in [PeerIdentity::Controller, agent("ws", "other")] {
         let client = client(&ca, &who);
         assert_eq!(double(&client, &server).await.unwrap(), Number { number: 42 });
-        let seen: String = client.get_json(&server.address, "pod", "/who", SOON).await.unwrap();
-        assert_eq!(seen, who.uri());
-        client.post_json::<_, ()>(&server.address, "pod", "/empty", &(), SOON).await.unwrap();
+        assert_eq!(client.ask(&server.address, "pod", &Who(json!({})), SOON).await.unwrap(), who.uri());
+        client.ask(&server.address, "pod", &Empty(json!(null)), SOON).await.unwrap();
     }
 }
 
@@ -129,7 +151,7 @@ async fn peer_with_expired_certificate_is_served_on_open_ports() {
     tokio::time::timeout(SOON, ended).await.expect("a certificate of one second ends");
     let enrolment = serve(ca.issue(&PeerIdentity::Controller, HOUR).unwrap(), Access::Open, Limits::default()).await;
     let asking = ControllerClient::new(identity.clone(), enrolment.address.clone());
-    assert_eq!(asking.post_json::<_, Number>("/double", &Number { number: 4 }, SOON).await.unwrap(), Number { number: 8 });
+    assert_eq!(asking.ask(&Double(json!({"number": 4})), SOON).await.unwrap(), Number { number: 8 });
     let members = pod_server(&ca).await;
     assert!(matches!(double(&AgentClient::new(identity), &members).await, Err(CallError::Unreachable { .. })));
 }
@@ -164,12 +186,11 @@ async fn open_server_serves_peers_without_certificate_anonymously() {
     let ca = Ca::generate().unwrap();
     let server = serve(ca.issue(&PeerIdentity::Controller, HOUR).unwrap(), Access::Open, Limits::default()).await;
     let anybody = ControllerClient::new(Identity::new(ca.certificate_pem()).unwrap(), server.address.clone());
-    let doubled: Number = anybody.post_json("/double", &Number { number: 4 }, SOON).await.unwrap();
-    assert_eq!(doubled, Number { number: 8 });
-    let rejected = anybody.post_json::<_, Number>("/reject", &(), SOON).await;
+    assert_eq!(anybody.ask(&Double(json!({"number": 4})), SOON).await.unwrap(), Number { number: 8 });
+    let rejected = anybody.ask(&Reject(json!(null)), SOON).await;
     assert!(matches!(rejected, Err(CallError::Rejected { rejection: Rejection { retryable: true, .. }, .. })), "{rejected:?}");
     let no_one = AgentClient::new(Identity::new(ca.certificate_pem()).unwrap());
-    assert!(no_one.get_json::<String>(&server.address, "pod", "/who", SOON).await.is_err());
+    assert!(no_one.ask(&server.address, "pod", &Who(json!({})), SOON).await.is_err());
 }
 
 #[tokio::test]
@@ -177,16 +198,16 @@ async fn each_failure_has_its_own_name() {
     let ca = Ca::generate().unwrap();
     let server = pod_server(&ca).await;
     let client = client(&ca, &PeerIdentity::Controller);
-    let refused = client.post_json::<_, Number>(&server.address, "pod", "/refuse", &(), SOON).await;
+    let refused = client.ask(&server.address, "pod", &Refuse(json!(null)), SOON).await;
     assert!(matches!(refused, Err(CallError::Refused { refusal: Refusal { code: RefusalCode::WrongPhase, .. }, .. })), "{refused:?}");
-    let invalid = client.post_json::<_, Number>(&server.address, "pod", "/double", &"text", SOON).await;
+    let invalid = client.ask(&server.address, "pod", &Double(json!("text")), SOON).await;
     assert!(matches!(invalid, Err(CallError::Refused { refusal: Refusal { code: RefusalCode::Invalid, .. }, .. })), "{invalid:?}");
-    let unknown = client.post_json::<_, Number>(&server.address, "pod", "/unknown", &(), SOON).await;
+    let unknown = client.ask(&server.address, "pod", &Unknown(json!(null)), SOON).await;
     assert!(matches!(unknown, Err(CallError::BadReply { .. })), "{unknown:?}");
-    let late = client.post_json::<_, Number>(&server.address, "pod", "/never", &(), Duration::from_millis(50)).await;
+    let late = client.ask(&server.address, "pod", &Never(json!(null)), Duration::from_millis(50)).await;
     assert!(matches!(late, Err(CallError::Timeout { .. })), "{late:?}");
     let closed = TcpListener::bind("127.0.0.1:0").await.unwrap().local_addr().unwrap().to_string();
-    let no_one = client.post_json::<_, Number>(&closed, "pod", "/double", &(), SOON).await;
+    let no_one = client.ask(&closed, "pod", &Double(json!(null)), SOON).await;
     assert!(matches!(no_one, Err(CallError::Unreachable { .. })), "{no_one:?}");
 }
 
@@ -222,7 +243,7 @@ async fn event_or_answer_beyond_its_limit_is_not_taken() {
     let mut stream = client.events::<String>(&server.address, "pod", "/long", SOON, SOON).await.unwrap();
     let line = stream.next().await;
     assert!(matches!(line, Err(StreamEnd::BadLine(_))), "{:?}", line.map(|line| line.len()));
-    let answer = client.get_json::<String>(&server.address, "pod", "/large", SOON).await;
+    let answer = client.ask(&server.address, "pod", &Large(json!({})), SOON).await;
     assert!(matches!(answer, Err(CallError::BadReply { .. })), "{:?}", answer.map(|answer| answer.len()));
 }
 
@@ -245,7 +266,7 @@ async fn a_body_or_head_beyond_the_limit_is_refused() {
     let limits = Limits { body_bytes: 64, ..Limits::default() };
     let server = serve(ca.issue(&agent("ws", "pod"), HOUR).unwrap(), Access::Group, limits.clone()).await;
     let client = client(&ca, &PeerIdentity::Controller);
-    let long = client.post_json::<_, Number>(&server.address, "pod", "/double", &"x".repeat(1000), SOON).await;
+    let long = client.ask(&server.address, "pod", &Double(json!("x".repeat(1000))), SOON).await;
     assert!(matches!(long, Err(CallError::Refused { .. })), "{long:?}");
 
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -326,8 +347,8 @@ async fn enrolment_is_served_among_many_strangers_with_long_bodies() {
     let ca = Ca::generate().unwrap();
     let server = serve(ca.issue(&PeerIdentity::Controller, HOUR).unwrap(), Access::Open, Limits::enrollment()).await;
     let address: SocketAddr = server.address.parse().unwrap();
-    let long: Result<Number, _> = ControllerClient::new(Identity::new(ca.certificate_pem()).unwrap(), server.address.clone())
-        .post_json("/double", &"x".repeat(ENROLLMENT_BODY), SOON)
+    let long = ControllerClient::new(Identity::new(ca.certificate_pem()).unwrap(), server.address.clone())
+        .ask(&Double(json!("x".repeat(ENROLLMENT_BODY))), SOON)
         .await;
     assert!(matches!(long, Err(CallError::Refused { .. })), "{long:?}");
     let mut held = Vec::new();
@@ -335,7 +356,7 @@ async fn enrolment_is_served_among_many_strangers_with_long_bodies() {
         held.extend(strangers([127, 0, 1, last], address, 250).await);
     }
     let honest = ControllerClient::new(Identity::new(ca.certificate_pem()).unwrap(), server.address.clone());
-    let answer: Number = honest.post_json("/double", &Number { number: 4 }, Duration::from_secs(1)).await.unwrap();
+    let answer = honest.ask(&Double(json!({"number": 4})), Duration::from_secs(1)).await.unwrap();
     assert_eq!(answer, Number { number: 8 });
     let open = open(&held).await;
     assert!(open <= ENROLLMENT_STRANGERS, "{open} connections are open");

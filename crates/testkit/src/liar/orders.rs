@@ -3,7 +3,10 @@
 use std::sync::Arc;
 
 use serde_json::{Value, json};
-use weightsync_core::protocol::{Announcement, BeginRequest, Incarnation, Protocols, Role, UpdateId};
+use weightsync_core::protocol::{
+    ActivateRequest, Announcement, BeginRequest, Call, CommitRequest, ExternalEnd, FenceRequest, FinishRequest, Incarnation, Protocols,
+    ReleaseRequest, Role, UpdateId,
+};
 use weightsync_core::weights::{DigestAlgorithm, Dtype, Layout, Manifest, TensorHasher, TensorSpec};
 use weightsync_net::https::{AgentClient, CallError, ControllerClient};
 
@@ -34,8 +37,7 @@ pub(super) async fn to_the_controller(agent: &FakeAgent, controller: &str, pod: 
         ("it announces the address of the cloud's metadata", Announcement { control_address: "169.254.169.254:80".into(), ..announcement }),
     ];
     for (lie, announcement) in lies {
-        let called: Result<Value, CallError> = client.post_json("/v1/agents/announce", &announcement, SOON).await;
-        say(lie, &answer_of(&called));
+        say(lie, &answer_of(&client.ask(&announcement, SOON).await));
     }
 }
 
@@ -43,7 +45,7 @@ pub(super) async fn to_the_controller(agent: &FakeAgent, controller: &str, pod: 
 pub(super) async fn as_a_source(agent: &FakeAgent, controller: &str, pod: &Pod) {
     let client = ControllerClient::new(agent.identity().clone(), controller.to_owned());
     let source = Announcement { role: Role::Source, engine_port: None, ..announcement(agent, pod) };
-    let _answer: Result<Value, CallError> = client.post_json("/v1/agents/announce", &source, SOON).await;
+    let _answer = client.ask(&source, SOON).await;
     say("it announces a source", &json!("sent"));
 }
 
@@ -55,12 +57,12 @@ pub(super) async fn to_the_members(agent: &FakeAgent, others: &Others) {
     let mut commit = json!(others.commit);
     commit["current"] = json!(invented());
     let orders = [
-        ("/v1/epoch/commit", commit),
-        ("/v1/epoch/fence", json!({"id": id, "reason": "a lie"})),
-        ("/v1/release", json!({"id": id, "reason": "a lie"})),
-        ("/v1/update/finish", json!({"update": update, "tensorDigests": [], "manifestDigest": "0".repeat(64)})),
-        ("/v1/update/activate", json!({"update": update})),
-        ("/v1/update/external/end", json!({"update": update, "outcome": {"kind": "delivered"}})),
+        (CommitRequest::PATH, commit),
+        (FenceRequest::PATH, json!({"id": id, "reason": "a lie"})),
+        (ReleaseRequest::PATH, json!({"id": id, "reason": "a lie"})),
+        (FinishRequest::PATH, json!({"update": update, "tensorDigests": [], "manifestDigest": "0".repeat(64)})),
+        (ActivateRequest::PATH, json!({"update": update})),
+        (ExternalEnd::PATH, json!({"update": update, "outcome": {"kind": "delivered"}})),
     ];
     send(agent, others, &orders).await;
 }
@@ -80,7 +82,7 @@ pub(super) async fn feed(agent: &FakeAgent, others: &Others) {
             manifest_digest: Some(manifest),
             statement: None,
         };
-        ("/v1/update/begin", json!(begin))
+        (BeginRequest::PATH, json!(begin))
     });
     send(agent, others, &begins).await;
 }

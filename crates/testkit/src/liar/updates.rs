@@ -3,26 +3,21 @@
 //! Answers at once and checks nothing. What it says instead while it lies is decided here too.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use axum::extract::{Query, State};
 use axum::routing::{get, post};
 use axum::{Json, Router};
 use parking_lot::Mutex;
-use serde::Deserialize;
 use serde_json::json;
 use tokio::sync::watch;
 use weightsync_core::protocol::{
-    AbortRequest, ActivateRequest, BeginRequest, FinishRequest, HeldVersion, InstallStep, MemberState, Refusal, RefusalCode, UpdateId,
-    UpdateStatus,
+    AbortRequest, ActivateRequest, BeginRequest, Call, FinishRequest, HeldVersion, InstallStep, MemberState, Refusal, RefusalCode,
+    StatusRequest, UpdateId, UpdateStatus,
 };
-use weightsync_net::https::{Failed, Valid};
+use weightsync_net::https::{Answered, Valid};
 
 use super::{Lie, say};
 use crate::fake_agent::FakeAgent;
-
-/// Longest wait of a status for a change.
-const LONG_POLL: Duration = Duration::from_secs(1);
 
 /// What it does in updates.
 #[derive(Clone)]
@@ -41,11 +36,11 @@ impl Part {
         let part =
             Self { status: watch::Sender::new(None), installed: watch::Sender::new(None), manifest: Arc::default(), lie: Arc::default() };
         let routes = Router::new()
-            .route("/v1/update/begin", post(begin))
-            .route("/v1/update/finish", post(finish))
-            .route("/v1/update/activate", post(activate))
-            .route("/v1/update/abort", post(abort))
-            .route("/v1/update/status", get(status))
+            .route(BeginRequest::PATH, post(begin))
+            .route(FinishRequest::PATH, post(finish))
+            .route(ActivateRequest::PATH, post(activate))
+            .route(AbortRequest::PATH, post(abort))
+            .route(StatusRequest::PATH, get(status))
             .with_state(part.clone());
         (part, routes)
     }
@@ -115,7 +110,7 @@ impl Part {
     }
 }
 
-async fn begin(State(part): State<Part>, Valid(request): Valid<BeginRequest>) -> Result<Json<UpdateStatus>, Failed<Refusal>> {
+async fn begin(State(part): State<Part>, Valid(request): Valid<BeginRequest>) -> Answered<BeginRequest> {
     if part.lies(Lie::Layout) {
         return Err(Refusal { code: RefusalCode::LayoutMismatch, message: "a lie".into() }.into());
     }
@@ -143,16 +138,11 @@ async fn abort(State(part): State<Part>, Valid(request): Valid<AbortRequest>) ->
     Json(open.map(|status| part.at(status.update, InstallStep::Failed, status.bytes)))
 }
 
-#[derive(Deserialize)]
-struct After {
-    after: Option<u64>,
-}
-
-async fn status(State(part): State<Part>, Query(After { after }): Query<After>) -> Result<Json<UpdateStatus>, Failed<Refusal>> {
+async fn status(State(part): State<Part>, Query(StatusRequest { after }): Query<StatusRequest>) -> Answered<StatusRequest> {
     let mut changes = part.status.subscribe();
     let changed = changes.wait_for(|status| status.as_ref().is_some_and(|status| after != Some(status.sequence)));
     // Unchanged parts are sent unchanged.
-    let _ = tokio::time::timeout(LONG_POLL, changed).await;
+    let _ = tokio::time::timeout(StatusRequest::LONG_POLL, changed).await;
     let status = part.status.borrow().clone();
     status.map(Json).ok_or_else(|| Refusal { code: RefusalCode::WrongPhase, message: "no update was open here".into() }.into())
 }
