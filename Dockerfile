@@ -1,8 +1,9 @@
 # docker build -t weightsync .
 # docker build --target gdr -t weightsync:TAG-gdr .     with NIXL and rdma-core (docs/gpu.md); --build-arg CUDA=13 for NIXL of that CUDA
 #
-# Built on Debian 11, whose glibc is older than that of any engine's image: the binary is copied into those as well.
-FROM rust:1-bullseye AS build
+# Built on Debian 11, whose glibc is older than that of any engine's image: the binary is copied into those as well. The compiler is the oldest
+# one that Cargo.toml allows.
+FROM rust:1.91-bullseye AS build
 WORKDIR /src
 COPY . .
 RUN cargo build --profile dist --locked --package weightsync --bin weightsync

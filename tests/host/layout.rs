@@ -1,4 +1,5 @@
-//! What no compiler checks of the source tree: each file says what it decides, and unsafe code keeps to its files.
+//! What no compiler checks of the source tree: each file says what it decides, unsafe code keeps to its files, and the
+//! Dockerfile names the compiler that Cargo.toml does.
 //!
 //! Which crate may use which is Cargo's to check, and what the pure crate may not name is clippy's (`crates/core/clippy.toml`).
 
@@ -52,4 +53,10 @@ fn unsafe_code_is_only_in_gpu_and_shared_memory_files() {
     };
     let wrong: Vec<PathBuf> = all_source_files().into_iter().filter(|path| !may(path) && unsafe_in(path)).collect();
     assert!(wrong.is_empty(), "{wrong:?}");
+}
+
+#[test]
+fn dockerfile_builds_with_the_oldest_supported_compiler() {
+    let line = format!("FROM rust:{}-bullseye AS build", env!("CARGO_PKG_RUST_VERSION"));
+    assert!(text(Path::new("Dockerfile")).lines().any(|found| found == line), "the Dockerfile lacks the line {line:?}");
 }
