@@ -183,6 +183,7 @@ fn several_controllers_are_kept_through_a_drain_and_one_is_not() {
     let objects = render(&json!({"replicas": 3}));
     let budget = named(&objects, "PodDisruptionBudget", "ws-weightsync");
     assert_eq!(budget["spec"]["minAvailable"], 1);
+    assert_eq!(budget["spec"]["unhealthyPodEvictionPolicy"], "AlwaysAllow", "one that cannot start holds up no drain");
     assert_eq!(budget["spec"]["selector"], named(&objects, "Deployment", "ws-weightsync")["spec"]["selector"]);
     assert!(of(&render(&json!({"replicas": 3, "podDisruptionBudget": {"enabled": false}})), "PodDisruptionBudget").is_empty());
 }
@@ -400,6 +401,20 @@ fn spread_without_selector_counts_the_controllers_pods() {
     let constraint = &controller(&objects, "ws-weightsync")["spec"]["topologySpreadConstraints"][0];
     assert_eq!(constraint["labelSelector"], named(&objects, "Deployment", "ws-weightsync")["spec"]["selector"]);
     assert_eq!(constraint["topologyKey"], "zone");
+}
+
+#[test]
+fn several_controllers_prefer_different_nodes_by_default() {
+    let spread = |values: Value| controller(&render(&values), "ws-weightsync")["spec"]["topologySpreadConstraints"].clone();
+    let selector = named(&render(&json!({})), "Deployment", "ws-weightsync")["spec"]["selector"].clone();
+    let soft = json!([{
+        "maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway",
+        "matchLabelKeys": ["pod-template-hash"], "labelSelector": selector,
+    }]);
+    assert_eq!(spread(json!({"replicas": 2})), soft);
+    assert!(spread(json!({})).is_null());
+    let own = json!([{"maxSkew": 2, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule", "labelSelector": {}}]);
+    assert_eq!(spread(json!({"replicas": 2, "topologySpreadConstraints": own})), own, "the user's alone");
 }
 
 #[test]
