@@ -181,10 +181,12 @@ upstream: venv programs ## Run the newest release of every framework, and write 
 	tests/tools/upstream-all.sh $(FRAMEWORKS)
 
 .PHONY: chart-lint
-chart-lint: ## Check the chart, its rendered manifests, and its alerts
+chart-lint: ## Check the chart, its rendered objects and those of the examples, and its alerts
 	$(CLUSTER)/tools.sh
 	$(CLUSTER_ENV) helm lint --strict charts/weightsync
 	deploy/render.sh | diff -u deploy/install.yaml - || { echo 'stale: make install-yaml'; exit 1; }
+	tests/tools/kubeconform.sh
+	tests/tools/kube-score.sh
 	$$(tests/tools/promtool.sh) check rules charts/weightsync/files/alerts.yaml
 	$$(tests/tools/promtool.sh) test rules tests/chart/alerts-test.yaml
 

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Print what the chart renders with its defaults, for Kubernetes 1.36 and the namespace weightsync-system.
+# render.sh [ARGUMENT...]: print what the chart renders for Kubernetes 1.36 and the namespace weightsync-system, with its defaults or with
+# further arguments for `helm template`.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../tests/cluster/env.sh"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -13,4 +14,4 @@ kind: Namespace
 metadata:
   name: weightsync-system
 END
-helm template weightsync charts/weightsync --namespace weightsync-system --kube-version 1.36.3 --no-hooks 2>/dev/null | sed "/^# Source: /d"
+helm template weightsync charts/weightsync --namespace weightsync-system --kube-version 1.36.3 --no-hooks "$@" | sed "/^# Source: /d"
