@@ -50,7 +50,7 @@ programs:
 	cargo build --locked --workspace --bins --tests --examples
 
 .PHONY: lint
-lint: fmt-check circles clippy doc deny scripts-lint prose docs ## Check style, lints, docs and dependencies (unit tests check generated files)
+lint: fmt-check circles clippy doc deny scripts-lint wheel-lint prose docs ## Check style, lints, docs and dependencies (unit tests check generated files)
 
 .PHONY: fmt
 fmt: ## Format Rust and Python
@@ -86,6 +86,10 @@ scripts-lint:
 	$$(tests/tools/python.sh)/hadolint Dockerfile
 	tests/tools/actionlint.sh
 	$$(tests/tools/python.sh)/pymarkdown --config .pymarkdown.yml scan $(DOCUMENTS)
+
+.PHONY: wheel-lint
+wheel-lint: ## Build the wheel without programs, and check its contents and its page
+	tests/tools/wheel-lint.sh
 
 .PHONY: prose
 prose: ## Check words and sentences of documents and comments, and names of tests (the first time builds vale: a minute)
