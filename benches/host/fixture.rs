@@ -11,10 +11,13 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
 use tempfile::TempDir;
+use tokio::sync::watch;
 use weightsync_agent::client::trainer::TrainerClient;
 use weightsync_coordinator::local::{EngineProgram, Group, GroupSpec, PodSpec, default_policy, free_port};
 use weightsync_core::membership::{GroupStage, JoinPolicy, MembershipView};
-use weightsync_core::protocol::{Activation, ClientRequest, EngineAssignment, PublishResult, QueuePolicy, UpdatePolicy};
+use weightsync_core::protocol::{
+    Activation, ClientRequest, EngineAssignment, PublishResult, QueuePolicy, TransportPolicy, TransportWish, UpdatePolicy,
+};
 use weightsync_core::weights::safetensors::SafetensorsPlan;
 use weightsync_core::weights::{Bucket, Dtype, Layout, TensorSpec};
 
@@ -24,6 +27,26 @@ use crate::PROGRAM;
 const LONG: Duration = Duration::from_secs(120);
 /// Between two looks at something that cannot be awaited.
 const LOOK: Duration = Duration::from_millis(2);
+
+/// How bytes travel between members.
+#[derive(Debug, Clone, Copy, Default, clap::ValueEnum)]
+pub enum Over {
+    /// A chain of connections.
+    #[default]
+    Tcp,
+    /// Reads through NIXL over TCP; WEIGHTSYNC_NIXL names its library.
+    Gdr,
+}
+
+impl Over {
+    /// As commands and objects name it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Tcp => "tcp",
+            Self::Gdr => "gdr",
+        }
+    }
+}
 
 /// What a group is made of.
 pub struct Wanted<'a> {
@@ -41,6 +64,8 @@ pub struct Wanted<'a> {
     pub later: u32,
     /// How long a joining replica waits for others.
     pub debounce: Duration,
+    /// How bytes travel.
+    pub over: Over,
 }
 
 /// A running group. Dropping it kills its processes.
@@ -80,6 +105,16 @@ impl Fixture {
         let fixture = Self { group, name, layout, ports, folder, versions, http };
         fixture.until("the group to form", |view| view.stage == GroupStage::Committed && view.ready == wanted.rollouts).await?;
         Ok(fixture)
+    }
+
+    /// Membership's view, to follow.
+    pub fn view(&self) -> watch::Receiver<MembershipView> {
+        self.group.view()
+    }
+
+    /// Kills a pod's agent and engine; the group starts them again. Whether there is such a pod.
+    pub async fn kill(&self, pod: &str) -> bool {
+        self.group.kill(pod).await
     }
 
     /// Where versions are.
@@ -240,7 +275,12 @@ fn spec(wanted: &Wanted<'_>, name: &str, folder: &Path, versions: &Path, ports: 
         PodSpec { name: format!("actor-{number}"), pool: Some("actors".into()), size: 1, gpus: Vec::new(), engine }
     });
     let trainer = PodSpec { name: "trainer".into(), pool: None, size: 1, gpus: Vec::new(), engine: None };
-    let policy = UpdatePolicy { retain_bytes: u64::from(wanted.retain) << 20, silence_ms: 30_000, ..default_policy() };
+    let wish = match wanted.over {
+        Over::Tcp => TransportWish::Auto,
+        Over::Gdr => TransportWish::Gdr,
+    };
+    let transport = TransportPolicy { wish, allow_tcp: true, ..default_policy().transport };
+    let policy = UpdatePolicy { retain_bytes: u64::from(wanted.retain) << 20, silence_ms: 30_000, transport, ..default_policy() };
     GroupSpec {
         target: None,
         name: name.to_owned(),

@@ -12,7 +12,7 @@ use anyhow::{Context, Result, ensure};
 use clap::Args;
 use weightsync_core::protocol::{UpdatePhase, UpdateView};
 
-use crate::fixture::{Fixture, Wanted};
+use crate::fixture::{Fixture, Over, Wanted};
 use crate::report::{Report, median};
 
 #[derive(Args, Clone)]
@@ -90,6 +90,7 @@ async fn join(settings: &Settings) -> Result<Join> {
         rollouts: settings.replicas,
         later: 1,
         debounce: Duration::from_millis(settings.debounce),
+        over: Over::Tcp,
     })
     .await?;
     let (published, _) = fixture.publish(1).await?;

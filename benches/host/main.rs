@@ -1,11 +1,12 @@
-//! What a loss costs, what agents take, how soon a new rollout serves, how long engines are paused, and how fast ranks of torch meet, on
-//! one host with simulated engines.
+//! What a loss costs, how fast groups form, what agents take, how soon a new rollout serves, how long engines are paused, and how fast
+//! ranks of torch meet, on one host with simulated engines.
 //!
-//! `cargo bench --bench host` runs all but the last; `-- recovery`, `-- memory`, `-- join`, `-- pause` and `-- rendezvous` (which needs
-//! torch) run one. Every agent and engine is a process of the built program. It changes nothing on the machine but folders under the
-//! temporary directory and `/dev/shm`, which it removes.
+//! `cargo bench --bench host` runs all but `-- formation` and `-- rendezvous` (which needs torch). A name after `--` runs one. Every agent
+//! and engine is a process of the built program. It changes nothing on the machine but folders under the temporary directory and
+//! `/dev/shm`, which it removes.
 
 mod fixture;
+mod formation;
 mod join;
 mod memory;
 mod pause;
@@ -37,6 +38,8 @@ struct Arguments {
 enum Command {
     /// A replica is killed, or frozen, in the middle of an update: time until the others serve the version.
     Recovery(recovery::Settings),
+    /// A group forms: at its start, without a killed replica, and with it again.
+    Formation(formation::Settings),
     /// Memory of agents: their own, shared, and directories of versions.
     Memory(memory::Settings),
     /// A new rollout: from the moment at which its engine is healthy until it serves the current version.
@@ -52,6 +55,7 @@ fn main() -> Result<()> {
     let mut report = report::Report::new(arguments.json);
     match arguments.command {
         Some(Command::Recovery(settings)) => recovery::measure(&settings, &mut report)?,
+        Some(Command::Formation(settings)) => formation::measure(&settings, &mut report)?,
         Some(Command::Memory(settings)) => memory::measure(&settings, &mut report)?,
         Some(Command::Join(settings)) => join::measure(&settings, &mut report)?,
         Some(Command::Pause(settings)) => pause::measure(&settings, &mut report)?,

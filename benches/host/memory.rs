@@ -9,7 +9,7 @@ use std::time::Duration;
 use anyhow::{Result, anyhow, ensure};
 use clap::Args;
 
-use crate::fixture::{Fixture, Wanted};
+use crate::fixture::{Fixture, Over, Wanted};
 use crate::report::Report;
 
 /// The rollout that is looked at.
@@ -62,6 +62,7 @@ async fn measure_one(megabytes: u64, settings: &Settings) -> Result<Vec<Peak>> {
         rollouts: 1,
         later: 0,
         debounce: Duration::from_millis(200),
+        over: Over::Tcp,
     })
     .await?;
     let over = Arc::new(AtomicBool::new(false));

@@ -12,7 +12,7 @@ use clap::Args;
 use serde_json::json;
 use tokio_util::sync::CancellationToken;
 
-use crate::fixture::{Fixture, Installs, Wanted};
+use crate::fixture::{Fixture, Installs, Over, Wanted};
 use crate::report::{Report, median};
 
 /// The replica that is looked at.
@@ -86,6 +86,7 @@ async fn updates(settings: &Settings) -> Result<Vec<Update>> {
         rollouts: settings.replicas,
         later: 0,
         debounce: Duration::from_millis(200),
+        over: Over::Tcp,
     })
     .await?;
     let mut all = Vec::new();

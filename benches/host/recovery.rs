@@ -9,6 +9,7 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 use serde_json::Value;
 
+use crate::fixture::Over;
 use crate::report::Report;
 
 #[derive(Args, Clone)]
@@ -22,11 +23,14 @@ pub struct Settings {
     /// Replicas, the lost one included.
     #[arg(long, default_value_t = 3)]
     replicas: u32,
+    /// How bytes travel.
+    #[arg(long, value_enum, default_value_t)]
+    transport: Over,
 }
 
 impl Default for Settings {
     fn default() -> Self {
-        Self { runs: 20, megabytes: 64, replicas: 3 }
+        Self { runs: 20, megabytes: 64, replicas: 3, transport: Over::default() }
     }
 }
 
@@ -38,7 +42,12 @@ pub fn measure(settings: &Settings, report: &mut Report) -> Result<()> {
             noticed.push(number(&outcome, "detectedMs")?);
             recovered.push(number(&outcome, "recoveredMs")?);
         }
-        let what = format!("{signal} of one of {} replicas, {} MiB: until", settings.replicas, settings.megabytes);
+        let what = format!(
+            "{signal} of one of {} replicas, {} MiB over {}: until",
+            settings.replicas,
+            settings.megabytes,
+            settings.transport.name()
+        );
         report.series(&format!("{what} the group gave the epoch up"), "ms", &noticed, "as soon as possible");
         report.series(&format!("{what} the others served the version"), "ms", &recovered, wanted);
     }
@@ -49,6 +58,7 @@ fn demo(settings: &Settings, fault: &str, seed: u64) -> Result<Value> {
     let mut command = Command::new(weightsync_testkit::dev_program());
     command.args(["demo", "--output", "json", "--fault", fault, "--seed", &seed.to_string()]);
     command.args(["--megabytes", &settings.megabytes.to_string(), "--replicas", &settings.replicas.to_string()]);
+    command.args(["--transport", settings.transport.name()]);
     let output = command.output().with_context(|| format!("{command:?}"))?;
     let outcome: Value = serde_json::from_slice(&output.stdout).unwrap_or_default();
     if !output.status.success() || outcome.get("verified") != Some(&Value::Bool(true)) {

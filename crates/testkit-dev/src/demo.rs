@@ -46,6 +46,9 @@ pub struct DemoArgs {
     /// Virtual environment with vLLM (its folder, or its bin/python), for `--engine vllm`.
     #[arg(long, value_name = "VENV", required_if_eq("engine", "vllm"))]
     python: Option<PathBuf>,
+    /// How bytes travel between members without GPUs.
+    #[arg(long, value_enum, default_value_t, conflicts_with = "gpu")]
+    transport: DemoTransport,
     /// Move the bytes between N GPUs with NCCL (all GPUs when N is not given): the source on the first, a replica on each other one.
     /// WEIGHTSYNC_NCCL names NCCL's library if the right one is not found.
     #[arg(long, value_name = "N", num_args = 0..=1, default_missing_value = "0", conflicts_with = "replicas", value_parser = clap::value_parser!(u32).range(0..=17))]
@@ -77,6 +80,15 @@ pub enum DemoEngine {
     SimulatedFastdeploy,
     /// Real vLLM servers on CPU.
     Vllm,
+}
+
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
+pub enum DemoTransport {
+    /// A chain of connections.
+    #[default]
+    Tcp,
+    /// Reads through NIXL, over TCP where this host has no RDMA device. WEIGHTSYNC_NIXL names NIXL's library if it is not found.
+    Gdr,
 }
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]

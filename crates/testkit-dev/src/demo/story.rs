@@ -15,7 +15,7 @@ use super::kill::{Kill, Killed, noticed};
 use super::model::{LONGEST_TENSOR, Weights, tensors};
 use super::show::{Outcome, Published, Screen};
 use super::verify::Verifier;
-use super::{DemoArgs, DemoEngine};
+use super::{DemoArgs, DemoEngine, DemoTransport};
 use weightsync_agent::client::SocketName;
 use weightsync_agent::client::trainer::TrainerClient;
 use weightsync_coordinator::local::{EngineProgram, Group, GroupSpec, PodSpec, default_policy, free_port};
@@ -369,15 +369,17 @@ fn group_spec(args: &DemoArgs, folder: &Path, versions: &Path, replicas: &[Repli
         policy.pause = PausePolicy::Abort;
     }
     policy.bucket_bytes = bucket_bytes(args);
-    policy.transport = match gpus {
-        [] => TransportPolicy { wish: TransportWish::Tcp, preflight: Preflight::Off, ..TransportPolicy::default() },
-        // Slots as small as the chain's buckets, so that a rollout can be killed in the middle of a small model.
-        _ => TransportPolicy {
-            wish: TransportWish::Nccl,
-            slot_bytes: bucket_bytes(args),
-            preflight: Preflight::Off,
-            ..TransportPolicy::default()
+    policy.transport = TransportPolicy {
+        wish: match (gpus, args.transport) {
+            ([], DemoTransport::Tcp) => TransportWish::Tcp,
+            ([], DemoTransport::Gdr) => TransportWish::Gdr,
+            _ => TransportWish::Nccl,
         },
+        // Slots as small as the chain's buckets, so that a rollout can be killed in the middle of a small model.
+        slot_bytes: bucket_bytes(args),
+        allow_tcp: args.transport == DemoTransport::Gdr,
+        preflight: Preflight::Off,
+        ..TransportPolicy::default()
     };
     Ok(GroupSpec {
         name: format!("demo-{}", std::process::id()),
