@@ -1,7 +1,7 @@
 //! Which LMDeploy server may be fed by which route: a list of what was proven, and nothing else.
 //!
-//! From runs on H200 machines (docs/benchmarks): LMDeploy 0.18.0, tensor parallel 1, bfloat16, Qwen3 dense and fused MoE, eager and with
-//! CUDA graphs, by `/update_weights`: text equal to a fresh server's, two updates in a row. That route does not reset captured graphs,
+//! From runs on H100 and H200 machines (docs/benchmarks): LMDeploy 0.18.0, one rank and two (`--tp 2`, dense models), bfloat16, Qwen3 dense and
+//! fused MoE, eager and with CUDA graphs, by `/update_weights`: text equal to a fresh server's, two updates in a row. That route does not reset captured graphs,
 //! while fused MoE may replace parameters (`pytorch/engine/model_agent/agent.py`). So what was not tried is not allowed. Pure.
 
 use serde_json::Value;
@@ -9,8 +9,8 @@ use serde_json::Value;
 use crate::process::EngineProcess;
 use weightsync_core::protocol::KvCachePolicy;
 
-/// Model classes for `/update_weights`, as `config.json` names them.
-const TENSOR_ROUTE: [&str; 2] = ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM"];
+/// Model classes for `/update_weights`, as `config.json` names them, and the most ranks of a server that were proven with each.
+const TENSOR_ROUTE: [(&str, usize); 2] = [("Qwen3ForCausalLM", 2), ("Qwen3MoeForCausalLM", 1)];
 
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Seen<'a> {
@@ -65,13 +65,13 @@ pub(crate) fn tensor_route(seen: &Seen<'_>) -> Result<(), String> {
         Some(_) => return Err("its interface is not that of LMDeploy 0.18.0, the version that was proven".into()),
         None => return Err("its interface cannot be read (/openapi.json), so its version is not known".into()),
     }
-    if seen.ranks != 1 {
-        return Err(format!("it has {} ranks, one was proven", seen.ranks));
-    }
     let Some(config) = seen.config else { return Err("the model's config.json cannot be read from here".into()) };
     let class = config.pointer("/architectures/0").and_then(Value::as_str).unwrap_or("unknown");
-    if !TENSOR_ROUTE.contains(&class) {
-        return Err(format!("the model class {class} was not proven, only {}", TENSOR_ROUTE.join(" and ")));
+    let Some((_, most)) = TENSOR_ROUTE.iter().find(|(proven, _)| *proven == class) else {
+        return Err(format!("the model class {class} was not proven, only {}", TENSOR_ROUTE.map(|(proven, _)| proven).join(" and ")));
+    };
+    if seen.ranks > *most {
+        return Err(format!("it has {} ranks, and at most {most} were proven with {class}", seen.ranks));
     }
     let dtype = config.get("dtype").or_else(|| config.get("torch_dtype")).and_then(Value::as_str).unwrap_or("unknown");
     if dtype != "bfloat16" {

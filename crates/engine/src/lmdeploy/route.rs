@@ -100,7 +100,8 @@ impl Lmdeploy {
         let gpus = gpus(&status)?;
         let checkpoint_engine = status.value().get("checkpoint_engine_version").is_some_and(|version| !version.is_null());
         let start = self.fingerprint(until).await?;
-        let body = update(vec![lmdeploy_nothing().pickle()], false);
+        // One for each rank: a rank takes the entry of its number.
+        let body = update(gpus.iter().map(|_| lmdeploy_nothing().pickle()).collect(), false);
         let reply = self.http.post("/update_weights", Some(&body), until).await?;
         let no_tensors = if reply.status() == 500 {
             Some("its executor does not take tensors: start LMDeploy with --distributed-executor-backend ray".to_owned())

@@ -34,6 +34,7 @@ fn way_without_sleep_is_allowed_only_where_proven() {
     tensor_route(&seen).unwrap();
     let moe = json!({"architectures": ["Qwen3MoeForCausalLM"], "torch_dtype": "bfloat16", "quantization_config": null});
     tensor_route(&Seen { config: Some(&moe), ..seen }).unwrap();
+    tensor_route(&Seen { ranks: 2, ..seen }).unwrap();
 
     let other = json!({"components": {"schemas": {}}});
     let llama = json!({"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"});
@@ -44,7 +45,8 @@ fn way_without_sleep_is_allowed_only_where_proven() {
     let refused = [
         (Seen { interface: None, ..seen }, "version is not known"),
         (Seen { interface: Some(&other), ..seen }, "not that of LMDeploy 0.18.0"),
-        (Seen { ranks: 2, ..seen }, "2 ranks"),
+        (Seen { ranks: 4, ..seen }, "4 ranks"),
+        (Seen { ranks: 2, config: Some(&moe), ..seen }, "2 ranks"),
         (Seen { config: None, ..seen }, "config.json"),
         (Seen { config: Some(&llama), ..seen }, "LlamaForCausalLM"),
         (Seen { config: Some(&half), ..seen }, "float16"),
@@ -88,6 +90,18 @@ async fn what_the_server_lacks_is_probed_and_the_slower_way_says_why() {
     let bare = GpuBench::start("lmdeploy", 1, None, |options| options.checkpoint_engine = false).await;
     let refusal = bare.engine.device_route(PausePolicy::Abort, KvCachePolicy::Reset, SOON).await.unwrap_err().to_string();
     assert!(refusal.contains("install checkpoint-engine"), "{refusal}");
+}
+
+#[tokio::test]
+async fn server_of_two_ranks_is_fed_awake() {
+    let words: Option<&[&str]> = Some(&[]);
+    let on = GpuBench::start("lmdeploy", 2, words, |_| {}).await;
+    let route = on.engine.device_route(PausePolicy::AbortAwake, KvCachePolicy::Reset, SOON).await.unwrap();
+    assert_eq!((route.name, route.gpus.len()), ("update_weights", 2), "{:?}", route.why_not_faster);
+    for version in [2, 3] {
+        on.version(version).feed(on.engine.as_ref(), &on.job(version)).await.unwrap();
+        assert_eq!(on.bench.digest().await, on.bench.fresh_digest(version).await);
+    }
 }
 
 #[tokio::test]
