@@ -16,12 +16,13 @@ from tests.gpu.lmdeploy.group import SEEDS, Group, Trainer, uuids
 from tests.gpu.lmdeploy.server import Server
 from tests.gpu.record import Record
 
-# Name: model, GPU, executor. Those of `fresh` answer once.
+# Name: model, GPUs, whether Ray starts its ranks.
 SERVERS = {
-    "awake": ("dense", 0, True),
-    "joined": ("dense", 0, True),
-    "asleep": ("dense", 0, False),
-    "experts": ("experts", 0, True),
+    "awake": ("dense", (0,), True),
+    "joined": ("dense", (0,), True),
+    "asleep": ("dense", (0,), False),
+    "experts": ("experts", (0,), True),
+    "ranks": ("dense", (0, 1), True),
 }
 
 
@@ -36,6 +37,9 @@ class Fixture(Record):
         self.start(needed)
 
     def start(self, needed: set[str]) -> None:
+        ranks = {len(SERVERS[name][1]) for name in needed}
+        if len(ranks) > 1:
+            raise SystemExit("parts with servers of several ranks are run alone: a fresh server must have as many")
         sizes = sorted({SERVERS[name][0] for name in needed})
         with ThreadPoolExecutor() as pool:
             orders = [(size, seed) for seed in SEEDS for size in sizes]
@@ -45,7 +49,7 @@ class Fixture(Record):
                     if seed == SEEDS[0] and SERVERS[name][0] == size:
                         self.servers[name] = self.serve(name)
                 if seed != SEEDS[0]:
-                    self.servers[f"fresh-{size}-{seed}"] = self.fresh(size, seed)
+                    self.servers[f"fresh-{size}-{seed}"] = self.fresh(size, seed, max(ranks))
         for size in sizes:
             self.trainer(size)
         self.note("checkpoints", s=round(time.monotonic() - self.begun, 1))
@@ -66,13 +70,13 @@ class Fixture(Record):
         return Path(self.args.work) / f"{size}-{seed}"
 
     def serve(self, name: str) -> Server:
-        size, gpu, ray = SERVERS[name]
-        return Server(self.model(size, SEEDS[0]), gpu, next(self.ports), self.args.out / f"{name}.log", graphs=True, ray=ray)
+        size, gpus, ray = SERVERS[name]
+        return Server(self.model(size, SEEDS[0]), gpus, next(self.ports), self.args.out / f"{name}.log", graphs=True, ray=ray)
 
-    def fresh(self, size: str, seed: int) -> Server:
-        # The last GPU: the one that other servers leave free, where there are two.
-        log = self.args.out / f"fresh-{size}-{seed}.log"
-        return Server(self.model(size, seed), len(uuids()) - 1, next(self.ports), log, graphs=True, ray=False)
+    def fresh(self, size: str, seed: int, ranks: int) -> Server:
+        # The last GPUs: other servers leave one free, where there are two.
+        log, gpus = self.args.out / f"fresh-{size}-{seed}.log", range(len(uuids()))[-ranks:]
+        return Server(self.model(size, seed), gpus, next(self.ports), log, graphs=True, ray=ranks > 1)
 
     def ready(self, name: str) -> float | None:
         took = self.attempt(name, self.servers[name].ready)
@@ -83,9 +87,9 @@ class Fixture(Record):
 
     def restart(self, name: str) -> Server:
         """A new server in the place of one that is gone."""
-        size, gpu, ray = SERVERS[name]
+        size, gpus, ray = SERVERS[name]
         port, log = self.servers[name].port, self.args.out / f"{name}-again.log"
-        self.servers[name] = Server(self.model(size, SEEDS[0]), gpu, port, log, graphs=True, ray=ray)
+        self.servers[name] = Server(self.model(size, SEEDS[0]), gpus, port, log, graphs=True, ray=ray)
         return self.servers[name]
 
     def text(self, size: str, seed: int) -> list[str]:

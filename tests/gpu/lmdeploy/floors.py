@@ -27,6 +27,8 @@ def feed(fixture: Fixture, name: str, seed: int, *more: str) -> list[dict[str, A
         "--model",
         str(server.model),
     ]
+    # A server that does not sleep is fed awake.
+    words += ["--pause", "abort" if name == "asleep" else "abort-awake"]
     words += ["--version", str(next(NUMBER)), "--output", "json", "--timeout", "120", *more]
     done = subprocess.run(words, capture_output=True, text=True, timeout=130, check=False)
     if done.returncode:

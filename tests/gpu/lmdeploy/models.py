@@ -142,6 +142,20 @@ def write(out: Path, size: Size, seed: int, device: str = "cuda:0") -> Path:
     return out
 
 
+def cut(weights: dict[str, torch.Tensor], limit: int) -> list[list[tuple[str, torch.Tensor]]]:
+    """Tensors in buckets of at most `limit` bytes, in their order."""
+    buckets: list[list[tuple[str, torch.Tensor]]] = [[]]
+    used = 0
+    for name, tensor in weights.items():
+        length = tensor.numel() * tensor.element_size()
+        if buckets[-1] and used + length > limit:
+            buckets.append([])
+            used = 0
+        buckets[-1].append((name, tensor))
+        used += length
+    return buckets
+
+
 def main() -> None:
     """`OUT SIZE SEED...`: OUT/SIZE-SEED for each seed."""
     out, size, *seeds = sys.argv[1:]

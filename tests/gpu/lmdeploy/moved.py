@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import statistics
+import subprocess
+import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tests.gpu.lmdeploy.fixture import Fixture
-from tests.gpu.lmdeploy.group import Group
+from tests.gpu.lmdeploy.floors import feed
+from tests.gpu.lmdeploy.group import Group, uuids
 from tests.gpu.lmdeploy.server import Load, Server, gpu_memory
 
 
@@ -243,10 +248,46 @@ def reads_apart(fixture: Fixture) -> None:
     between_gpus(fixture, "gdr", "NIXL is open on a GPU", trainer_gpu=1)
 
 
+def ranks(fixture: Fixture) -> None:
+    """A server of two ranks: fed what lies on both GPUs, in either order of the GPUs, and by an agent with a worker on each."""
+    server, both = fixture.server("ranks"), uuids()[:2]
+    for seed, order in ((2, both), (3, both[::-1]), (2, both)):
+        fed = feed(fixture, "ranks", seed, *(word for uuid in order for word in ("--gpu", uuid)))
+        fixture.check("fed", server.says() == fixture.text("dense", seed), gpus=order, seed=seed, reported=fed)
+    for transport in ("nccl", "gdr"):
+        fixture.attempt(f"ranks over {transport}", partial(ranks_of_group, fixture, transport))
+
+
+def ranks_of_group(fixture: Fixture, transport: str) -> None:
+    """The agent has a worker on each GPU of the server; the trainer is on the first one."""
+    server, name = fixture.server("ranks"), f"ranks-{transport}"
+    group = Group(fixture.args, server, fixture.trainer("dense", 0), name, trainer_gpu=0, engine_gpus=2, transport=transport)
+    try:
+        reported = group.publish(2, 3, limit=60)
+        good = server.says() == fixture.text("dense", 3)
+        fixture.check("published", good, way=name, versions=short(reported), steps=steps(group))
+    finally:
+        fixture.keep(group)
+        group.stop()
+
+
+def torch_by_ipc(fixture: Fixture, server: Server) -> None:
+    """The same endpoint of the same server, driven from torch alone: see xtuner_ipc.py."""
+    words = [sys.executable, "-m", "tests.gpu.lmdeploy.xtuner_ipc", "--url", server.url]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=100, env=os.environ | {"CUDA_VISIBLE_DEVICES": "0"}, check=False)
+    if done.returncode:
+        raise RuntimeError(f"torch failed: {done.stderr[-2000:]}")
+    said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    medians = {"median_ms": statistics.median(said["ms"]), "token_median_ms": statistics.median(said["token_between_ms"])}
+    fixture.note("driven from torch by IPC", text=server.says() == fixture.text("dense", 2), **medians, **said)
+
+
 def between_gpus(fixture: Fixture, transport: str, by: str, *, trainer_gpu: int) -> None:
     """Text, time, no copy through the host, and SIGKILL of the receiver's worker, its agent and the source's worker."""
     server, where = fixture.server("awake"), "apart" if trainer_gpu else "colocated"
     way, name = f"{where} over {transport}", f"{where}-{transport}"
+    if not trainer_gpu:
+        torch_by_ipc(fixture, server)
     group = Group(fixture.args, server, fixture.trainer("dense", trainer_gpu), name, trainer_gpu=trainer_gpu, transport=transport)
     try:
         reported = group.publish(2, 3, limit=120)
@@ -255,6 +296,7 @@ def between_gpus(fixture: Fixture, transport: str, by: str, *, trainer_gpu: int)
         ms = milliseconds(reported)
         values = {"ms": statistics.median(ms), "least": min(ms), "most": max(ms), "runs": short(reported), "steps": steps(group)}
         fixture.note("whole step", way=way, **values)
+        spaced(fixture, group, 0, 2, 3, 2, 3, 2, 3)
         fixture.check("text", server.says() == fixture.text("dense", 3), way=way)
         said = re.sub(r"\x1b\[[0-9;]*m", "", group.logs()) + json.dumps([event for _, event in group.events])
         memory = [each.get("result", {}).get("memory", "") for each in reported]
@@ -274,3 +316,5 @@ def between_gpus(fixture: Fixture, transport: str, by: str, *, trainer_gpu: int)
     finally:
         fixture.keep(group)
         group.stop()
+    if not trainer_gpu:
+        torch_by_ipc(fixture, server)

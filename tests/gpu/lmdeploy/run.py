@@ -23,6 +23,7 @@ PARTS: dict[str, tuple[set[str], int, Callable[[Fixture], None]]] = {
     "colocated": ({"awake"}, 60, moved.colocated),
     "reads": ({"awake"}, 60, moved.reads),
     "reads-apart": ({"awake"}, 60, moved.reads_apart),
+    "ranks": ({"ranks"}, 60, moved.ranks),
     "kills": ({"awake"}, 60, moved.kills),
     "wedged": ({"joined"}, 70, joined.wedged),
     "engine-killed": ({"awake"}, 90, moved.engine_killed),

@@ -12,6 +12,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +20,20 @@ PROMPTS = ["The quick brown fox", "Weights of a", "0123456789", "and then the tr
 
 
 class Server:
-    """One server on one GPU; ended with all its children."""
+    """One server, a rank on each of its GPUs; ended with all its children."""
 
     kind = "lmdeploy"
 
-    def __init__(self, model: Path, gpu: int, port: int, log: Path, *, graphs: bool, ray: bool) -> None:
-        words = [sys.executable, "-m", "lmdeploy", "serve", "api_server", str(model), "--backend", "pytorch", "--tp", "1"]
+    def __init__(self, model: Path, gpus: Sequence[int], port: int, log: Path, *, graphs: bool, ray: bool) -> None:
+        words = [sys.executable, "-m", "lmdeploy", "serve", "api_server", str(model), "--backend", "pytorch"]
+        words += ["--tp", str(len(gpus))]
         words += ["--server-name", "127.0.0.1", "--server-port", str(port), "--cache-max-entry-count", "0.1"]
         words += ["--model-name", "m", "--enable-abort-handling", "--disable-metrics"]
         words += [] if graphs else ["--eager-mode"]
         words += ["--distributed-executor-backend", "ray" if ray else "uni"]
         # Every Ray of its own: two servers on one host must not meet.
         environment = os.environ | {
-            "CUDA_VISIBLE_DEVICES": str(gpu),
+            "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)),
             "RAY_TMPDIR": f"/tmp/ray-{port}",
             "RAY_memory_monitor_refresh_ms": "0",
         }

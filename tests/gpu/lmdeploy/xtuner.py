@@ -31,19 +31,6 @@ def post(url: str, path: str, body: dict[str, Any]) -> None:
         raise RuntimeError(answer["message"])
 
 
-def cut(weights: dict[str, torch.Tensor], limit: int) -> list[list[tuple[str, torch.Tensor]]]:
-    buckets: list[list[tuple[str, torch.Tensor]]] = [[]]
-    used = 0
-    for name, tensor in weights.items():
-        length = tensor.numel() * tensor.element_size()
-        if buckets[-1] and used + length > limit:
-            buckets.append([])
-            used = 0
-        buckets[-1].append((name, tensor))
-        used += length
-    return buckets
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--url", required=True)
@@ -82,7 +69,7 @@ def main() -> None:
         torch.cuda.synchronize()
         return (time.monotonic() - begun) * 1e3
 
-    all_buckets = [cut(each, args.mib << 20) for each in weights]
+    all_buckets = [models.cut(each, args.mib << 20) for each in weights]
     first = update(all_buckets[0], None)
     whole = [update(all_buckets[run % 2], None) for run in range(args.runs)]
     flats = [[FlattenedTensorBucket(named_tensors=bucket).get_flattened_tensor() for bucket in buckets] for buckets in all_buckets]
