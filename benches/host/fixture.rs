@@ -112,9 +112,14 @@ impl Fixture {
         self.group.view()
     }
 
-    /// Kills a pod's agent and engine; the group starts them again. Whether there is such a pod.
+    /// Kills a pod's agent and engine. Whether there is such a pod.
     pub async fn kill(&self, pod: &str) -> bool {
         self.group.kill(pod).await
+    }
+
+    /// Starts a killed pod again, with another UID. Whether there is such a pod.
+    pub async fn replace(&self, pod: &str) -> bool {
+        self.group.replace(pod).await
     }
 
     /// Where versions are.

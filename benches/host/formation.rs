@@ -65,9 +65,10 @@ async fn formations(settings: &Settings) -> Result<Formed> {
     .await?;
     let mut formed = Formed::default();
     for run in 0..settings.runs {
-        let mut view = fixture.view();
-        ensure!(fixture.kill(&format!("actor-{}", run % rollouts)).await, "there is no such pod");
+        let (mut view, pod) = (fixture.view(), format!("actor-{}", run % rollouts));
+        ensure!(fixture.kill(&pod).await, "there is no such pod");
         formed.without.push(next(&mut view, settings.members - 1).await?);
+        ensure!(fixture.replace(&pod).await, "there is no such pod");
         formed.with.push(next(&mut view, settings.members).await?);
         fixture.until("all replicas to be ready", |view| view.ready == rollouts).await?;
     }

@@ -30,18 +30,16 @@ def write_documents(
     *,
     state: Path,
     engine: str = "VLLM",
-    ranks: int = 1,
     trainer_gpu: str | None = None,
     **spec: Any,
 ) -> Path:
-    """Writes both into `file`, which it returns: one role of rollouts with engines of one kind and size, and `spec` over that.
+    """Writes both into `file`, which it returns: one role of rollouts with engines of one kind, and `spec` over that.
 
     A rollout has what LocalProcesses gives it: name, port, and perhaps command, environment and gpus.
     """
-    pool = {"name": "rollouts", "selector": {"matchLabels": {"part": "rollout"}}, "engine": {"kind": engine}}
     whole = {
         "trainer": {"selector": {"matchLabels": {"part": "trainer"}}},
-        "rollouts": [pool | ({"ranks": ranks} if ranks > 1 else {})],
+        "rollouts": [{"name": "rollouts", "selector": {"matchLabels": {"part": "rollout"}}, "engine": {"kind": engine}}],
         **spec,
     }
     weightsync = {"apiVersion": VERSION, "kind": "WeightSync", "metadata": {"name": name}, "spec": whole}

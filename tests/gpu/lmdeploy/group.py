@@ -95,7 +95,6 @@ class Group:
         delivery: str = "Agent",
         retain_mib: int = 0,
         trainer_gpu: int = 1,
-        engine_gpus: int = 1,
         bucket_mib: int | None = None,
         transport: str = "nccl",
     ) -> None:
@@ -112,10 +111,9 @@ class Group:
             file,
             name,
             # An engine that joins by itself has an agent without a GPU.
-            [{"name": "actor", "port": server.port, "gpus": gpus[:engine_gpus] if delivery == "Agent" else []}],
+            [{"name": "actor", "port": server.port, "gpus": [gpus[0]] if delivery == "Agent" else []}],
             state=self.state,
             engine=kind,
-            ranks=engine_gpus,
             trainer_gpu=gpus[trainer_gpu],
             delivery=delivery,
             update={"pause": "AbortAwake", "kvCache": "Reset", "retainMiB": retain_mib},

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -249,26 +248,11 @@ def reads_apart(fixture: Fixture) -> None:
 
 
 def ranks(fixture: Fixture) -> None:
-    """A server of two ranks: fed what lies on both GPUs, in either order of the GPUs, and by an agent with a worker on each."""
+    """A server of two ranks: fed what lies on both GPUs, in either order of the GPUs."""
     server, both = fixture.server("ranks"), uuids()[:2]
     for seed, order in ((2, both), (3, both[::-1]), (2, both)):
         fed = feed(fixture, "ranks", seed, *(word for uuid in order for word in ("--gpu", uuid)))
         fixture.check("fed", server.says() == fixture.text("dense", seed), gpus=order, seed=seed, reported=fed)
-    for transport in ("nccl", "gdr"):
-        fixture.attempt(f"ranks over {transport}", partial(ranks_of_group, fixture, transport))
-
-
-def ranks_of_group(fixture: Fixture, transport: str) -> None:
-    """The agent has a worker on each GPU of the server; the trainer is on the first one."""
-    server, name = fixture.server("ranks"), f"ranks-{transport}"
-    group = Group(fixture.args, server, fixture.trainer("dense", 0), name, trainer_gpu=0, engine_gpus=2, transport=transport)
-    try:
-        reported = group.publish(2, 3, limit=60)
-        good = server.says() == fixture.text("dense", 3)
-        fixture.check("published", good, way=name, versions=short(reported), steps=steps(group))
-    finally:
-        fixture.keep(group)
-        group.stop()
 
 
 def torch_by_ipc(fixture: Fixture, server: Server) -> None:
