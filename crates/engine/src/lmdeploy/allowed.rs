@@ -1,8 +1,9 @@
 //! Which LMDeploy server may be fed by which route: a list of what was proven, and nothing else.
 //!
-//! From runs on H100 and H200 machines (docs/benchmarks): LMDeploy 0.18.0, one rank and two (`--tp 2`, dense models), bfloat16, Qwen3 dense and
-//! fused MoE, eager and with CUDA graphs, by `/update_weights`: text equal to a fresh server's, two updates in a row. That route does not reset captured graphs,
-//! while fused MoE may replace parameters (`pytorch/engine/model_agent/agent.py`). So what was not tried is not allowed. Pure.
+//! From runs on H100 and H200 machines (docs/benchmarks): LMDeploy 0.18.0, one rank and two (`--tp 2`, dense models), bfloat16, Qwen3 dense
+//! and fused MoE, eager and with CUDA graphs, by `/update_weights`: text equal to a fresh server's, two updates in a row. That route does
+//! not reset captured graphs, while fused MoE may replace parameters (`pytorch/engine/model_agent/agent.py`). So what was not tried is not
+//! allowed. Pure.
 
 use serde_json::Value;
 

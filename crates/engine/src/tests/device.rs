@@ -14,10 +14,11 @@ use weightsync_testkit::simulator::{Fault, FaultRule, Faults, LoadFault};
 /// Engine, its command line, ranks, and the chosen route.
 type Way = (&'static str, Option<&'static [&'static str]>, usize, &'static str);
 
-const WAYS: [Way; 5] = [
+const WAYS: [Way; 6] = [
     ("lmdeploy", Some(&["--distributed-executor-backend", "ray"]), 1, "update_weights"),
     ("lmdeploy", None, 1, "checkpoint-engine"),
-    ("lmdeploy", Some(&[]), 2, "checkpoint-engine"),
+    ("lmdeploy", Some(&[]), 2, "update_weights"),
+    ("lmdeploy", None, 2, "checkpoint-engine"),
     ("vllm", None, 2, "checkpoint-engine"),
     ("sglang", None, 2, "checkpoint-engine"),
 ];
