@@ -44,7 +44,7 @@ def test_servers_of_a_version_give_the_same_logprobs(run: Any) -> None:
     answers = [list(record["logprobs"].values()) for record in run[0]]
     bad = [record for record, given in zip(run[0], answers, strict=True) if not given or any(logprobs != given[0] for logprobs in given)]
     assert not bad, json.dumps(bad)
-    assert all(one[0] != other[0] for one, other in itertools.pairwise(answers[:STEPS])), "versions that cannot be told apart"
+    assert all(one[0] != other[0] for one, other in itertools.pairwise(answers[:STEPS])), "two versions give the same answer"
 
 
 def test_killed_server_is_replaced_while_training_continues(run: Any) -> None:

@@ -134,25 +134,25 @@ def asleep(fixture: Fixture) -> None:
 def alongside(fixture: Fixture) -> None:
     """Tokens a second of an engine on a GPU next to which another one is given weights, and without."""
     quiet, fed = fixture.server("asleep"), fixture.server("awake")
-    group = Group(fixture.args, fed, fixture.trainer("dense"), "beside")
+    group = Group(fixture.args, fed, fixture.trainer("dense"), "alongside")
     try:
         group.publish(2, 3, limit=120)
-        rates: dict[str, list[float]] = {"without": [], "beside": []}
+        rates: dict[str, list[float]] = {"without": [], "alongside": []}
         published = 0
         for _ in range(3):
-            for what, seconds in (("without", 4.0), ("beside", 4.0)):
+            for what, seconds in (("without", 4.0), ("alongside", 4.0)):
                 load = Load(quiet, 8, 32)
                 time.sleep(0.5)
                 tokens, begun = load.tokens, time.monotonic()
                 while time.monotonic() - begun < seconds:
-                    if what == "beside":
+                    if what == "alongside":
                         group.publish(2, 3)
                         published += 2
                     else:
                         time.sleep(0.1)
                 rates[what].append(round((load.tokens - tokens) / (time.monotonic() - begun), 1))
                 load.stop()
-        ratio = statistics.median(rates["beside"]) / statistics.median(rates["without"])
+        ratio = statistics.median(rates["alongside"]) / statistics.median(rates["without"])
         fixture.note("decode next to updates", tokens_per_s=rates, ratio=round(ratio, 4), published=published)
     finally:
         group.stop()

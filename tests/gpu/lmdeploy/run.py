@@ -18,7 +18,7 @@ PARTS: dict[str, tuple[set[str], int, Callable[[Fixture], None]]] = {
     "floor": ({"awake"}, 20, floors.awake),
     "asleep": ({"asleep"}, 30, moved.asleep),
     "floor-asleep": ({"asleep"}, 20, floors.asleep),
-    "beside": ({"awake", "asleep"}, 35, moved.alongside),
+    "alongside": ({"awake", "asleep"}, 35, moved.alongside),
     "experts": ({"experts"}, 20, moved.experts),
     "colocated": ({"awake"}, 60, moved.colocated),
     "reads": ({"awake"}, 60, moved.reads),

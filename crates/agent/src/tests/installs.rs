@@ -57,22 +57,22 @@ fn left_by_a_killed_agent(root: &Path, name: &str) {
 fn directories_with_lock_files_of_others_are_kept() {
     let parent = tempfile::tempdir().unwrap();
     let root = parent.path().join("root");
-    for folder in ["root", "root/data", "root/linked-to", "beside"] {
+    for folder in ["root", "root/data", "root/linked-to", "nearby"] {
         std::fs::create_dir(parent.path().join(folder)).unwrap();
         std::fs::write(parent.path().join(folder).join("precious"), b"x").unwrap();
     }
     // What an attacker, or another program, may have put there.
-    for lock in ["...lock", ".lock", "data.lock", "beside.lock", "a b.lock", "lin.lock"] {
+    for lock in ["...lock", ".lock", "data.lock", "nearby.lock", "a b.lock", "lin.lock"] {
         std::fs::write(root.join(lock), MARK).unwrap();
     }
-    std::os::unix::fs::symlink(parent.path().join("beside"), root.join("beside")).unwrap();
+    std::os::unix::fs::symlink(parent.path().join("nearby"), root.join("nearby")).unwrap();
     std::os::unix::fs::symlink(root.join("lin.lock"), root.join("link.lock")).unwrap();
     left_by_a_killed_agent(&root, "link-target");
     std::fs::remove_file(root.join("link-target.lock")).unwrap();
     std::os::unix::fs::symlink(root.join("lin.lock"), root.join("link-target.lock")).unwrap();
     let (agent, _) = AgentDir::open(&root, "self").unwrap();
     drop(agent);
-    for kept in ["root/precious", "root/data/precious", "beside/precious", "root/beside/precious", "root/link-target/v1-a1.0"] {
+    for kept in ["root/precious", "root/data/precious", "nearby/precious", "root/nearby/precious", "root/link-target/v1-a1.0"] {
         assert!(parent.path().join(kept).exists(), "{kept}");
     }
 }
