@@ -13,7 +13,7 @@ mod stream;
 #[cfg(test)]
 mod tests;
 
-pub use client::{AgentClient, CallError, ControllerClient, with_causes};
+pub use client::{AgentClient, CallError, ControllerClient, root_cause};
 pub use limits::{ENROLLMENT_BODY, ENROLLMENT_STRANGERS, Limits};
 pub use replies::{Answered, Failed, Valid, ndjson};
 pub use server::{Access, serve_https, serve_plain};

@@ -12,7 +12,7 @@ use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep_until, timeout_at};
 use weightsync_core::protocol::cut;
 use weightsync_net::backoff::Backoff;
-use weightsync_net::https::{no_tls, with_causes};
+use weightsync_net::https::{no_tls, root_cause};
 
 use super::{BoxError, Span, Trace, TracesError};
 
@@ -67,7 +67,7 @@ impl Collector {
     pub(super) async fn post_all(self, mut traces: mpsc::Receiver<Trace>) {
         while let Some(trace) = traces.recv().await {
             if let Err(error) = self.post(&trace).await {
-                tracing::warn!(why = with_causes(&error), "a trace, or a part of it, did not reach the collector");
+                tracing::warn!(why = root_cause(&error), "a trace, or a part of it, did not reach the collector");
             }
         }
     }

@@ -141,7 +141,7 @@ impl Outgoing<'_> {
     }
 
     fn failed(&self, error: &reqwest::Error) -> CallError {
-        if error.is_builder() { self.bad(with_causes(error)) } else { self.unreachable(with_causes(error)) }
+        if error.is_builder() { self.bad(root_cause(error)) } else { self.unreachable(root_cause(error)) }
     }
 
     fn timed_out(&self) -> CallError {
@@ -241,7 +241,7 @@ impl Pool {
             .pool_max_idle_per_host(self.idle)
             .resolve(&call.name, address)
             .build()
-            .map_err(|error| call.bad(with_causes(&error)))?;
+            .map_err(|error| call.bad(root_cause(&error)))?;
         if clients.len() >= KEPT_PEERS {
             clients.clear();
         }
@@ -281,16 +281,12 @@ fn refused(call: &Outgoing<'_>, status: reqwest::StatusCode, body: &[u8]) -> Cal
     call.bad(format!("HTTP {status}: {text}"))
 }
 
-/// reqwest's own text ends at "error sending request"; its sources contain the cause (refused, reset, bad certificate).
-pub fn with_causes(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(below) = cause {
-        let said = below.to_string();
-        if !text.ends_with(&said) {
-            text = format!("{text}: {said}");
-        }
-        cause = below.source();
+/// The innermost cause (refused, reset, bad certificate). The texts above it name only the steps and the URL: "error sending request for
+/// url (...): client error (Connect): tcp connect error".
+pub fn root_cause(error: &dyn std::error::Error) -> String {
+    let mut innermost = error;
+    while let Some(below) = innermost.source() {
+        innermost = below;
     }
-    text
+    innermost.to_string()
 }
