@@ -75,7 +75,7 @@ function columns(members) {
 function topology(object) {
   const members = object.members.filter((member) => member.source || member.rankOffset !== null).slice(0, DRAWN);
   if (members.length < 2) return null;
-  const [wide, high, across, down] = [176, 52, 110, 22];
+  const [wide, high, across, down] = [160, 52, 86, 22];
   const boxes = new Map();
   const found = columns(members);
   found.forEach((column, x) =>
@@ -96,7 +96,7 @@ function topology(object) {
         draw("text", { class: "speed", x: x2 - 10, y: y2 - 5, "text-anchor": "end" }, shown(member.by)));
     }
     const lines = [member.name, `${member.state}, version ${shown(member.version)}`, member.node ?? ""];
-    const short = (text) => (text.length > 26 ? `${text.slice(0, 25)}…` : text);
+    const short = (text) => (text.length > 23 ? `${text.slice(0, 22)}…` : text);
     parts.push(
       draw("rect", { class: `box ${member.state}`, x, y, width: wide, height: high, rx: 6 }),
       ...lines.map((line, row) =>
