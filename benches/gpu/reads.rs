@@ -3,16 +3,16 @@
 //! The source's worker is on the first GPU and the reader's on the last one, or both are on the only one. `--memory host` needs no GPU. All slots
 //! are in flight, and each is read again and again. UCX may use TCP: hosts without an RDMA device connect over it.
 
-use std::fs::File;
 use std::process::{Command, Stdio};
+use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
 use futures::{StreamExt, TryStreamExt, stream};
-use rustix::fs::{MemfdFlags, SealFlags};
 use weightsync_core::protocol::worker::{RemotePlace, UcxSettings, WorkerAnswer};
 use weightsync_core::weights::gsum64;
 use weightsync_gpu::worker::{HostMemory, Peer, Read, Region, Slot, Span, Worker, WorkerStart};
+use weightsync_net::memfd::SharedMemory;
 
 use crate::Settings;
 use crate::fleet::{self, AMPLE};
@@ -48,7 +48,7 @@ struct End {
 
 enum Slots {
     Gpu(Vec<Slot>),
-    Host(HostMemory, File),
+    Host(HostMemory, Arc<SharedMemory>),
 }
 
 pub async fn run(settings: &Settings, report: &mut Report) -> Result<()> {
@@ -128,11 +128,9 @@ impl End {
             }
             Memory::Host => {
                 let all = bytes * u64::from(settings.slots);
-                let memfd = rustix::fs::memfd_create("slots", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
-                rustix::fs::ftruncate(&memfd, all)?;
-                rustix::fs::fcntl_add_seals(&memfd, SealFlags::SHRINK | SealFlags::GROW)?;
-                let host = worker.map_host(&memfd, all, AMPLE).await?;
-                (worker.register_host(&host, AMPLE).await?, Slots::Host(host, File::from(memfd)))
+                let memory = SharedMemory::create("slots", usize::try_from(all)?)?;
+                let host = worker.map_host(memory.fd(), all, AMPLE).await?;
+                (worker.register_host(&host, AMPLE).await?, Slots::Host(host, Arc::new(memory)))
             }
         };
         Ok(Self { worker, region, slots })
@@ -155,15 +153,11 @@ impl End {
     }
 
     async fn digest(&self, slot: usize, bytes: u64) -> Result<u64> {
-        if let Slots::Host(_, memfd) = &self.slots {
-            let memfd = memfd.try_clone()?;
-            return tokio::task::spawn_blocking(move || {
-                use std::os::unix::fs::FileExt;
-                let mut read = vec![0; usize::try_from(bytes)?];
-                memfd.read_exact_at(&mut read, slot as u64 * bytes)?;
-                Ok(gsum64(&read))
-            })
-            .await?;
+        if let Slots::Host(_, memory) = &self.slots {
+            let (memory, bytes) = (memory.clone(), usize::try_from(bytes)?);
+            // As an agent sums a slot: in its own mapping.
+            let summed = tokio::task::spawn_blocking(move || memory.bytes(slot * bytes..(slot + 1) * bytes).map(gsum64));
+            return summed.await?.context("a slot lies beyond the memory");
         }
         let sums = self.worker.digest(self.span(slot, bytes), fleet::whole(bytes), None, AMPLE).await?;
         sums.sums.first().copied().context("a worker answers without a digest")
