@@ -114,10 +114,7 @@ impl Receiver {
 
 impl Gpu {
     async fn worker(&self, uuid: &str) -> anyhow::Result<(Worker, GpuFacts)> {
-        let arguments = vec!["worker".into()];
-        let start =
-            WorkerStart { program: self.program.clone(), arguments, environment: Vec::new(), defaults: Vec::new(), label: uuid.to_owned() };
-        let worker = Worker::start(&start)?;
+        let worker = Worker::start(&WorkerStart::new(&self.program, &["worker"], uuid))?;
         let (_, facts, _) = worker.open(Some(uuid), None, STEP).await?;
         Ok((worker, facts))
     }

@@ -99,13 +99,7 @@ impl Bench {
     async fn new() -> Self {
         let machine = Machine::new();
         let environment = machine.environment().into_iter().map(|(name, value)| (name.into(), value.into())).collect();
-        let start = WorkerStart {
-            program: PROGRAM.into(),
-            arguments: vec!["worker".into()],
-            environment,
-            defaults: Vec::new(),
-            label: "rank 0".into(),
-        };
+        let start = WorkerStart { environment, ..WorkerStart::new(PROGRAM, &["worker"], "rank 0") };
         let sources = Sources::find(start, Some(machine.nccl()), Some(&uuid(0)), Some(machine.folder().to_owned())).await.unwrap();
         let mut rings = Vec::new();
         for gpu in GPUS {

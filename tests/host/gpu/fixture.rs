@@ -96,13 +96,7 @@ impl Machine {
     /// A worker without a GPU yet.
     pub fn start(&self, label: &str) -> Worker {
         let environment = self.environment().into_iter().map(|(name, value)| (name.into(), value.into())).collect();
-        let start = WorkerStart {
-            program: PROGRAM.into(),
-            arguments: vec!["worker".into()],
-            environment,
-            defaults: Vec::new(),
-            label: label.into(),
-        };
+        let start = WorkerStart { environment, ..WorkerStart::new(PROGRAM, &["worker"], label) };
         Worker::start(&if self.reads_log { start.with_nccl_log() } else { start }).unwrap()
     }
 

@@ -37,13 +37,7 @@ fn gated(folder: &Path) -> WorkerStart {
         folder.display(),
         program.display()
     );
-    WorkerStart {
-        program: "/bin/sh".into(),
-        arguments: vec!["-c".into(), script.into()],
-        environment: vec![(AS_WORKER.into(), "1".into())],
-        defaults: Vec::new(),
-        label: "nixl".into(),
-    }
+    WorkerStart { environment: vec![(AS_WORKER.into(), "1".into())], ..WorkerStart::new("/bin/sh", &["-c", &script], "nixl") }
 }
 
 /// Seen in an emulated machine: each report began to open NIXL once more and gave it half of its own time, so that the member never came in.

@@ -16,9 +16,7 @@ const AMPLE: Duration = Duration::from_secs(60);
 
 /// A entry whose worker never says anything.
 fn entry() -> Open {
-    let arguments = vec!["-c".into(), "exec sleep 600".into()];
-    let start = WorkerStart { program: "/bin/sh".into(), arguments, environment: Vec::new(), defaults: Vec::new(), label: "test".into() };
-    let worker = Worker::start(&start).unwrap();
+    let worker = Worker::start(&WorkerStart::new("/bin/sh", &["-c", "exec sleep 600"], "test")).unwrap();
     let gpu = GpuFacts {
         uuid: "GPU-a".into(),
         name: "of a test".into(),

@@ -3,9 +3,6 @@
 //! Pure: lines in, facts out. The texts are those of NCCL 2.18 to 2.31 (`src/transport/net.cc`, `net_ib`, `net_socket.cc`, `src/debug.cc`). A line
 //! that is not known here changes nothing.
 
-/// Variable of a worker's environment: its log is read here. `quiet` where the user did not ask for NCCL's lines.
-pub(super) const ASKED: &str = "WEIGHTSYNC_NCCL_LOG";
-
 /// Before the number of a group, in a line that a worker writes when it joined: all of NCCL's lines about the group come before.
 const JOINED: &str = "weightsync worker: joined group ";
 
@@ -20,21 +17,27 @@ pub(super) fn joined(group: u64) -> String {
     format!("{JOINED}{group}")
 }
 
-/// The settings of NCCL for a worker whose log is to be read, given what the user set.
+/// What a worker whose log is to be read gets.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Settings {
+    /// For NCCL.
+    pub environment: [(&'static str, String); 2],
+    /// Whether the user did not ask for NCCL's information: it is read and not shown.
+    pub quiet: bool,
+}
+
+/// The settings of a worker whose log is to be read, given what the user set.
 ///
 /// `INFO` or more stays as it is. Of less, `INFO` is made, and its lines are not shown. Excluded subsystems (`^NET`) stay excluded.
-pub(super) fn settings(level: Option<&str>, subsystems: Option<&str>) -> [(&'static str, String); 3] {
+pub(super) fn settings(level: Option<&str>, subsystems: Option<&str>) -> Settings {
     let shown = level.filter(|level| ["INFO", "ABORT", "TRACE"].iter().any(|one| level.eq_ignore_ascii_case(one)));
     let subsystems = match subsystems {
         None | Some("") => "INIT,NET,ENV".to_owned(),
         Some(named) if named.starts_with('^') || named.eq_ignore_ascii_case("ALL") => named.to_owned(),
         Some(named) => format!("{named},INIT,NET,ENV"),
     };
-    [
-        ("NCCL_DEBUG", shown.unwrap_or("INFO").to_owned()),
-        ("NCCL_DEBUG_SUBSYS", subsystems),
-        (ASKED, if shown.is_some() { "shown" } else { "quiet" }.to_owned()),
-    ]
+    let environment = [("NCCL_DEBUG", shown.unwrap_or("INFO").to_owned()), ("NCCL_DEBUG_SUBSYS", subsystems)];
+    Settings { environment, quiet: shown.is_none() }
 }
 
 /// What a line is.

@@ -52,13 +52,21 @@ pub struct WorkerStart {
     pub defaults: Vec<(OsString, OsString)>,
     /// Shown in log lines: the GPU, or the member.
     pub label: String,
+    /// Whether NCCL's information is read and not shown.
+    pub quiet: bool,
 }
 
 impl WorkerStart {
+    /// A program and its arguments, with nothing added to the environment.
+    pub fn new(program: impl Into<PathBuf>, arguments: &[&str], label: impl Into<String>) -> Self {
+        let arguments = arguments.iter().map(Into::into).collect();
+        Self { program: program.into(), arguments, environment: Vec::new(), defaults: Vec::new(), label: label.into(), quiet: false }
+    }
+
     /// This program's own worker.
     pub fn own(label: impl Into<String>) -> Result<Self, WorkerError> {
         let program = std::env::current_exe().map_err(|error| WorkerError::Start { cause: error.to_string() })?;
-        Ok(Self { program, arguments: vec!["worker".into()], environment: Vec::new(), defaults: Vec::new(), label: label.into() })
+        Ok(Self::new(program, &["worker"], label))
     }
 
     /// With these settings of UCX, which [`Worker::open_fabric`](super::Worker::open_fabric) asks for.
@@ -78,13 +86,9 @@ impl WorkerStart {
             given.or_else(|| own(name)).or_else(|| of(&self.defaults).and_then(|value| value.into_string().ok()))
         };
         let settings = nccl_log::settings(given("NCCL_DEBUG").as_deref(), given("NCCL_DEBUG_SUBSYS").as_deref());
-        self.environment.extend(settings.map(|(name, value)| (name.into(), value.into())));
+        self.environment.extend(settings.environment.map(|(name, value)| (name.into(), value.into())));
+        self.quiet = settings.quiet;
         self
-    }
-
-    /// Whether NCCL's information is read and not shown.
-    fn is_quiet(&self) -> bool {
-        self.environment.iter().rfind(|(name, _)| name == nccl_log::ASKED).is_some_and(|(_, value)| value == "quiet")
     }
 
     /// Starts the child and gives our end of the socket pair.
@@ -117,7 +121,7 @@ pub(super) struct Network {
 
 impl Network {
     pub(super) fn new(start: &WorkerStart) -> Arc<Self> {
-        Arc::new(Self { quiet: start.is_quiet(), log: Mutex::default(), joined: watch::Sender::new(None) })
+        Arc::new(Self { quiet: start.quiet, log: Mutex::default(), joined: watch::Sender::new(None) })
     }
 
     /// Another group is joined.

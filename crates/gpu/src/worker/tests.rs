@@ -13,15 +13,7 @@ const SOON: Duration = Duration::from_millis(300);
 const AMPLE: Duration = Duration::from_secs(20);
 
 fn start(script: &str) -> Worker {
-    let arguments = vec!["-c".into(), script.into()];
-    Worker::start(&WorkerStart {
-        program: "/bin/sh".into(),
-        arguments,
-        environment: Vec::new(),
-        defaults: Vec::new(),
-        label: "test".into(),
-    })
-    .unwrap()
+    Worker::start(&WorkerStart::new("/bin/sh", &["-c", script], "test")).unwrap()
 }
 
 fn gone(error: WorkerError) -> String {
@@ -76,8 +68,7 @@ async fn killing_a_worker_fails_everything_with_the_reason() {
 
 #[tokio::test]
 async fn a_program_that_is_not_there_is_an_error_that_names_it() {
-    let start =
-        WorkerStart { program: "/nowhere/worker".into(), arguments: vec![], environment: vec![], defaults: vec![], label: "test".into() };
+    let start = WorkerStart::new("/nowhere/worker", &[], "test");
     let error = Worker::start(&start).err().unwrap().to_string();
     assert!(error.contains("/nowhere/worker"), "{error}");
 }

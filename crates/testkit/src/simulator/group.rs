@@ -117,7 +117,7 @@ impl Ranks {
         }
         let label = format!("simulated rank {rank}");
         let (program, environment) = (options.program.clone(), options.environment.clone());
-        let start = WorkerStart { program, arguments: vec!["worker".into()], environment, defaults: Vec::new(), label };
+        let start = WorkerStart { environment, ..WorkerStart::new(program, &["worker"], label) };
         let raised = |error: weightsync_gpu::worker::WorkerError| Trouble::Raised(error.to_string());
         let worker = Worker::start(&start).map_err(raised)?;
         let gpu = self.gpus.get(rank).map(String::as_str);

@@ -86,15 +86,15 @@ fn long_cause_is_cut() {
 
 #[test]
 fn settings_of_the_user_stay_where_they_show_enough() {
-    let with = |level, subsystems| settings(level, subsystems).map(|(_, value)| value);
-    for (level, subsystems, expected) in [
-        (None, None, ["INFO", "INIT,NET,ENV", "quiet"]),
-        (Some("WARN"), None, ["INFO", "INIT,NET,ENV", "quiet"]),
-        (Some("VERSION"), Some(""), ["INFO", "INIT,NET,ENV", "quiet"]),
-        (Some("info"), Some("COLL"), ["info", "COLL,INIT,NET,ENV", "shown"]),
-        (Some("TRACE"), Some("ALL"), ["TRACE", "ALL", "shown"]),
-        (Some("INFO"), Some("^NET"), ["INFO", "^NET", "shown"]),
+    for (level, subsystems, [debug, of], quiet) in [
+        (None, None, ["INFO", "INIT,NET,ENV"], true),
+        (Some("WARN"), None, ["INFO", "INIT,NET,ENV"], true),
+        (Some("VERSION"), Some(""), ["INFO", "INIT,NET,ENV"], true),
+        (Some("info"), Some("COLL"), ["info", "COLL,INIT,NET,ENV"], false),
+        (Some("TRACE"), Some("ALL"), ["TRACE", "ALL"], false),
+        (Some("INFO"), Some("^NET"), ["INFO", "^NET"], false),
     ] {
-        assert_eq!(with(level, subsystems), expected.map(str::to_owned), "{level:?} {subsystems:?}");
+        let environment = [("NCCL_DEBUG", debug.to_owned()), ("NCCL_DEBUG_SUBSYS", of.to_owned())];
+        assert_eq!(settings(level, subsystems), Settings { environment, quiet }, "{level:?} {subsystems:?}");
     }
 }

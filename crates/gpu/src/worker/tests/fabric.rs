@@ -67,13 +67,9 @@ fn start(label: &str) -> Worker {
 }
 
 fn start_with(label: &str, ucx: &UcxSettings) -> Worker {
-    let start = WorkerStart {
-        program: std::env::current_exe().unwrap(),
-        arguments: ["--exact", "worker::tests::fabric::a_worker_serves_until_its_agent_is_gone", "--nocapture"].map(Into::into).into(),
-        environment: vec![(SERVE.into(), label.into())],
-        defaults: Vec::new(),
-        label: label.into(),
-    };
+    let arguments = ["--exact", "worker::tests::fabric::a_worker_serves_until_its_agent_is_gone", "--nocapture"];
+    let start = WorkerStart::new(std::env::current_exe().unwrap(), &arguments, label);
+    let start = WorkerStart { environment: vec![(SERVE.into(), label.into())], ..start };
     Worker::start(&start.with_ucx(ucx).unwrap()).unwrap()
 }
 
