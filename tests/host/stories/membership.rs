@@ -70,7 +70,8 @@ async fn slow_engine_does_not_delay_the_next_call() {
     world.until_ready(2).await;
     // Each engine is the slow one once: code that goes one by one fails in one of the two orders.
     for (version, slow, quick) in [(1, 0, 1), (2, 1, 0)] {
-        world.spoil(slow, &json!({"loadMs": 4000})).await;
+        // Once `minReady` replicas serve a version, a publish waits for the others until they are silent for 5 s.
+        world.spoil(slow, &json!({"loadMs": 2500})).await;
         let model = Model::small(version);
         let checkpoint = model.save(&world.folder().join(format!("v{version}")));
         let publishing = world.publish(&checkpoint, version, &[]);
