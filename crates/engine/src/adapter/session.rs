@@ -306,9 +306,7 @@ impl<S: Server> Session<S> {
     /// Whether it is still the process that was marked for this install.
     async fn carries_the_mark(&self, until: Until) -> Result<bool, EngineError> {
         let look = self.inner.start.look();
-        // While the connection that was open before the first look stands, it is the same process: servers take long to name their start.
-        let stood = self.inner.start.stood_since(self.before.look);
-        let fingerprint = if stood { self.before.fingerprint.clone() } else { self.inner.server.fingerprint(until).await? };
+        let fingerprint = self.inner.server.fingerprint(until).await?;
         let holding = self.inner.server.holding(until).await?;
         self.inner.start.answered(look, &fingerprint, &holding);
         Ok(fingerprint == self.before.fingerprint && holding == Holding::HalfAnUpdate(self.terms.version.clone()))
