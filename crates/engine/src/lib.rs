@@ -63,7 +63,7 @@ use weightsync_core::weights::TensorSpec;
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum EngineError {
-    #[error("{url} cannot be reached: {source}")]
+    #[error("{url} cannot be reached: {}", weightsync_net::https::root_cause(source))]
     Unreachable { url: String, source: reqwest::Error },
     #[error("{url} did not respond within {deadline:?}")]
     Timeout { url: String, deadline: Duration },

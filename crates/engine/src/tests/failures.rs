@@ -160,6 +160,7 @@ async fn address_without_a_listener_is_named() {
         let engine = adapter(calls.kind, "http://127.0.0.1:1", None, None);
         let error = engine.probe(SOON).await.unwrap_err();
         assert!(matches!(error, EngineError::Unreachable { .. }) && error.to_string().contains("127.0.0.1:1"), "{error}");
+        assert!(error.to_string().ends_with(" cannot be reached: Connection refused (os error 111)"), "{error}");
         let bench = Bench::start_with(calls.kind, rule("*", Fault::unavailable()), |_| {}).await;
         assert!(matches!(bench.engine.probe(SOON).await, Err(EngineError::Status { status: 503, .. })));
         assert!(matches!(bench.engine.health(SOON).await, Err(EngineError::Status { status: 503, .. })));

@@ -8,6 +8,7 @@ use serde_json::Value;
 
 use super::ConformanceError;
 use weightsync_engine::ApiKey;
+use weightsync_net::https::root_cause;
 
 #[derive(Debug, Clone)]
 pub(super) struct Reply {
@@ -62,7 +63,7 @@ impl Client {
             request = request.json(body);
         }
         let said = |error: reqwest::Error| {
-            if error.is_timeout() { format!("no answer within {:?}", self.patience) } else { error.without_url().to_string() }
+            if error.is_timeout() { format!("no answer within {:?}", self.patience) } else { root_cause(&error) }
         };
         let response = request.send().await.map_err(said)?;
         let status = response.status().as_u16();
