@@ -1,7 +1,7 @@
 //! One engine's agent: receives versions, verifies them, has the engine switched, and says what the engine holds.
 //!
-//! The decisions are in `machine` (what follows in an update) and `readiness` (whether the pod may serve); this room carries them out.
-//! It never resumes an engine that may hold half an update, and never calls a version installed that the engine's present start did not confirm.
+//! The decisions are pure: `state` says what follows from an event, with `machine` for the steps of an update, and `readiness` says whether
+//! the pod may serve. This room carries them out. It never resumes an engine that may hold half an update, and never calls a version installed that the engine's present start did not confirm.
 
 mod arriving;
 mod canary;
@@ -19,6 +19,7 @@ mod receive;
 mod receiver;
 pub(super) mod ring;
 mod settle;
+mod state;
 mod supervise;
 mod switch;
 mod through_gpus;
@@ -30,7 +31,7 @@ pub(crate) mod version_dir;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, OnceLock};
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use tokio::sync::{Notify, watch};
 use tokio::time::Instant;
@@ -39,25 +40,19 @@ use tokio_util::task::TaskTracker;
 
 use self::arriving::Arriving;
 use self::companions::Companions;
-use self::machine::Machine;
 use self::readiness::Assigned;
-use self::supervise::Probed;
+use self::state::{Effects, Now, State};
 pub(crate) use self::update::PAUSING;
 pub(crate) use self::version::Version;
 use self::version_dir::{AgentDir, DirError};
-use super::archive::Archive;
 use super::core::Core;
 use super::gpu::Gpus;
 use super::group::{Epoch, refusal};
 use super::lead::feed::{Copy, Holder};
 use super::locks::lock;
 use super::space::Cgroups;
-use weightsync_core::protocol::{
-    CanaryPolicy, Delivery, EpochId, HeldVersion, PrepareRequest, Received, Refusal, RefusalCode, RefusedVersion, UpdateId, UpdatePolicy,
-    UpdateStatus,
-};
-use weightsync_core::weights::Layout;
-use weightsync_engine::{Engine, EngineStart};
+use weightsync_core::protocol::{Delivery, HeldVersion, PrepareRequest, Refusal, RefusalCode, UpdateId, UpdatePolicy, UpdateStatus};
+use weightsync_engine::Engine;
 use weightsync_net::deadline::ProgressDeadline;
 
 /// Where a rollout keeps its files.
@@ -102,57 +97,14 @@ pub(crate) struct Rollout {
     probe_now: Notify,
     gpus: OnceLock<Arc<Gpus>>,
     dir: AgentDir,
+    /// When this agent began.
+    begun: Instant,
 }
 
 #[derive(Default)]
 struct Inner {
-    machine: Machine,
+    state: State<Version>,
     receiving: Option<Receiving>,
-    /// Who leads the last attempt.
-    led: Option<Led>,
-    /// What the engine was last switched to, where it lies in files.
-    kept: Option<Arc<Version>>,
-    /// What it was switched to before, kept to go back.
-    earlier: Archive<Version>,
-    /// The epoch in which this rollout, which feeds the others, went back first or tried to; and whether it is at it.
-    went_back: Option<EpochId>,
-    going_back: bool,
-    /// Versions that its canary refused, the highest last.
-    refused: Vec<RefusedVersion>,
-    /// The start of the engine that answered a canary, and which.
-    answered: Option<(EngineStart, CanaryPolicy)>,
-    /// What the engine was last switched to.
-    last: Option<HeldVersion>,
-    /// A start of the engine that cannot be fed from GPU memory although it reported that it can, and why.
-    no_device: Option<(EngineStart, String)>,
-    /// Verified, not installed.
-    staged: Option<Arc<Version>>,
-    /// What the engine is being switched to, or holds half of: its files must stay until it is switched again or put back.
-    touched: Option<Arc<Version>>,
-    /// Tensors of the version that this start of the engine took last.
-    took: Option<(EngineStart, HeldVersion, Arc<Layout>)>,
-    /// A version that the engine read and refused, and its start: where it refuses another one too, its loader may be broken.
-    load_refused: Option<(Option<EngineStart>, HeldVersion)>,
-    /// Whether its start-up weights are to be put back at once: they show whether it loads anything.
-    suspect: bool,
-    /// The files of what the engine may hold, after an install that ended without proof.
-    to_prove: Option<Arc<Version>>,
-    engine: Probed,
-    /// How the last version came.
-    received: Option<Received>,
-    paused_until: Option<u64>,
-    /// Whether the engine is being switched by us.
-    switching: bool,
-    /// The rules of the last group: they hold until the next one brings others.
-    policy: Option<UpdatePolicy>,
-    dirty_since: Option<Instant>,
-}
-
-/// Who leads an attempt, and the manifest that it must bring, where that was settled before.
-struct Led {
-    update: UpdateId,
-    pod_uid: String,
-    manifest: Option<String>,
 }
 
 /// The attempt that runs, as far as it needs tasks.
@@ -192,6 +144,7 @@ impl Rollout {
             probe_now: Notify::new(),
             gpus: OnceLock::new(),
             dir,
+            begun: Instant::now(),
         };
         Ok(Arc::new(rollout))
     }
@@ -205,14 +158,14 @@ impl Rollout {
     pub async fn prepare(&self, request: &PrepareRequest) -> Result<(), Refusal> {
         let Some(member) = request.roster.member(&request.member) else { return Ok(()) };
         let policy = &request.policy;
-        self.with(|inner| inner.policy = Some(policy.clone()));
+        self.with(|state| state.prepared(policy));
         if policy.delivery != Delivery::External {
             self.engine.accepts(policy.pause, policy.kv_cache).map_err(|error| refusal(RefusalCode::Unsupported, error.to_string()))?;
         }
-        if let Some(reason) = self.with(|inner| inner.engine.known_ill().filter(|_| !inner.switching)) {
+        if let Some(reason) = self.read(State::ill) {
             return Err(refusal(RefusalCode::EngineRefused, reason));
         }
-        let facts = match self.with(|inner| inner.engine.facts.clone()) {
+        let facts = match self.read(|state| state.engine.facts().cloned()) {
             Some(facts) => facts,
             None => self.probe(Duration::from_millis(request.deadline_ms / 2)).await?,
         };
@@ -232,16 +185,12 @@ impl Rollout {
     }
 
     pub fn epoch_over(&self, reason: &str) {
-        self.with(|inner| {
-            if inner.machine.epoch_over(reason) {
-                inner.stop_receiving(reason);
-            }
-        });
+        self.with(|state| state.epoch_over(reason));
     }
 
     /// A version that lies here complete, to feed others.
     pub fn holding(&self, wanted: &HeldVersion) -> Option<Arc<Version>> {
-        self.with(|inner| inner.held().find(|version| version.held.is(wanted)).cloned())
+        self.read(|state| state.versions.find(wanted).cloned())
     }
 
     pub fn ready(&self) -> Result<(), String> {
@@ -249,40 +198,41 @@ impl Rollout {
         let current = self.core.current();
         let assigned = self.assigned.borrow().clone();
         let epoch = self.core.epoch();
-        self.with(|inner| {
+        // Looked at here and now: between two probes an engine may be killed, start again and answer.
+        self.with(|state| {
+            let policy = state.policy();
             readiness::ready(&readiness::Seen {
                 assigned: &assigned,
                 released: released.is_some(),
                 current: current.as_ref(),
-                last: inner.last.as_ref(),
-                installed: inner.machine.installed(),
-                awaits: inner.machine.awaits_its_turn().filter(|_| inner.policy.as_ref().is_some_and(|policy| policy.max_unavailable > 0)),
-                max_skew: inner.policy.as_ref().and_then(|policy| policy.max_skew),
-                left: inner.machine.installed().is_some_and(|installed| epoch.is_some_and(|epoch| epoch.left(installed.held.version))),
-                dirty: inner.machine.dirty().map(|dirty| dirty.reason.as_str()),
-                unproven: inner.machine.unproven().map(|unproven| unproven.reason.as_str()),
-                switching: inner.switching,
-                start: inner.engine.start(),
-                // Looked at here and now: between two probes an engine may be killed, start again and answer.
-                certain: inner.machine.is_certain(),
-                unhealthy: inner.engine.unhealthy() || inner.engine.unreachable(),
+                last: state.last(),
+                installed: state.machine.installed(),
+                awaits: state.machine.awaits_its_turn().filter(|_| policy.is_some_and(|policy| policy.max_unavailable > 0)),
+                max_skew: policy.and_then(|policy| policy.max_skew),
+                left: state.machine.installed().is_some_and(|installed| epoch.is_some_and(|epoch| epoch.left(installed.held.version))),
+                dirty: state.machine.dirty().map(|dirty| dirty.reason.as_str()),
+                unproven: state.machine.unproven().map(|unproven| unproven.reason.as_str()),
+                switching: state.is_switching(),
+                start: state.engine.start(),
+                certain: state.machine.is_certain(),
+                unhealthy: state.engine.unhealthy() || state.engine.unreachable(),
             })
         })
     }
 
     /// Whether the engine answered, and the process that did is there.
     fn engine_stands(&self) -> bool {
-        lock(&self.inner).engine.start().is_some_and(|start| self.engine.is_still(start))
+        self.read(|state| state.engine.start().is_some_and(|start| self.engine.is_still(start)))
     }
 
     /// Bytes of the last update that arrived and were checked, and of how many.
     pub fn progress(&self) -> (u64, u64) {
-        lock(&self.inner).machine.progress()
+        self.read(|state| state.machine.progress())
     }
 
     /// Where the last attempt stands; none before the first.
     pub fn last_attempt(&self) -> Option<UpdateStatus> {
-        let mut status = lock(&self.inner).machine.status();
+        let mut status = self.read(|state| state.machine.status());
         if let Some(status) = &mut status {
             status.mixed = self.engine.mixed_windows().into_iter().filter(|window| window.version == status.update.version).collect();
         }
@@ -310,72 +260,64 @@ impl Rollout {
         }
     }
 
-    /// Runs a change under the lock, and lets everybody know what came of it.
-    fn with<T>(&self, change: impl FnOnce(&mut Inner) -> T) -> T {
+    /// What is known now.
+    fn read<T>(&self, look: impl FnOnce(&State<Version>) -> T) -> T {
+        look(&lock(&self.inner).state)
+    }
+
+    /// Takes in an event: carries out what follows from it, and notifies those who report facts.
+    fn with<T>(&self, event: impl FnOnce(&mut State<Version>) -> T) -> T {
+        self.change(|inner| event(&mut inner.state))
+    }
+
+    fn change<T>(&self, change: impl FnOnce(&mut Inner) -> T) -> T {
         let mut inner = lock(&self.inner);
-        let certain = inner.engine.start().is_none_or(|start| self.engine.is_still(start));
-        inner.machine.engine_is_certain(certain);
+        let certain = inner.state.engine.start().is_none_or(|start| self.engine.is_still(start));
+        inner.state.machine.engine_is_certain(certain);
         let outcome = change(&mut inner);
-        inner.note_dirt();
+        inner.state.settle(self.now());
         let current = self.core.current();
         self.core.set_facts(|facts| {
-            inner.show(facts, current.as_ref());
+            inner.state.show(facts, current.as_ref());
             facts.mixed = self.engine.mixed_windows();
         });
-        let sequence = inner.machine.sequence();
+        let sequence = inner.state.machine.sequence();
+        let effects = inner.state.take_effects();
+        let stopped = effects.stop.as_ref().and_then(|_| inner.receiving.take());
         drop(inner);
+        Self::carry_out(effects, stopped);
         self.changed.send_if_modified(|known| std::mem::replace(known, sequence) != sequence);
         outcome
     }
 
-    fn policy_of(epoch: &Epoch) -> UpdatePolicy {
-        epoch.prepared.policy.clone()
-    }
-}
-
-impl Inner {
-    fn held(&self) -> impl Iterator<Item = &Arc<Version>> {
-        self.kept.iter().chain(&self.staged).chain(self.earlier.all())
-    }
-
-    fn stop_receiving(&mut self, reason: &str) {
-        if let Some(receiving) = self.receiving.take() {
+    fn carry_out(effects: Effects<Version>, stopped: Option<Receiving>) {
+        if let Some(restarts) = effects.restarted {
+            tracing::warn!(restarts, "the engine started again");
+        }
+        if let (Some(reason), Some(receiving)) = (effects.stop, stopped) {
             receiving.over.cancel();
             if let Some(receiver) = receiving.receiver {
-                receiver.discard(reason);
+                receiver.discard(&reason);
             }
         }
-    }
-
-    fn note_dirt(&mut self) {
-        match (self.machine.must_not_serve(), self.dirty_since) {
-            (true, None) => self.dirty_since = Some(Instant::now()),
-            (false, Some(_)) => self.dirty_since = None,
-            _ => {}
+        for old in effects.dropped {
+            tracing::debug!(version = old.held.version, "an earlier version is kept no longer");
         }
     }
 
-    fn show(&self, facts: &mut super::core::Facts, current: Option<&HeldVersion>) {
-        let of_group = self.held().find(|version| current.is_some_and(|current| version.held.is(current)));
-        facts.retained = of_group.or(self.kept.as_ref()).or(self.staged.as_ref()).map(|version| version.held.clone());
-        facts.earlier = self.held().map(|version| version.held.clone()).filter(|held| Some(held) != facts.retained.as_ref()).collect();
-        facts.installed = self.machine.certainly_installed().map(|installed| installed.held.clone());
-        facts.proven_by = self.machine.certainly_installed().and_then(|installed| installed.proven_by);
-        facts.refused.clone_from(&self.refused);
-        facts.engine_restarts = self.engine.restarts;
-        facts.engine.clone_from(&self.engine.facts);
-        facts.healthy = !self.engine.unhealthy();
-        facts.wedged = self.engine.is_wedged();
-        facts.received.clone_from(&self.received);
-        facts.paused_until = self.paused_until;
-        facts.updating = self.machine.live().is_some() || self.going_back;
-        facts.dirty = self.machine.dirty().is_some();
-        facts.unproven = self.machine.unproven().is_some();
-        facts.engine_down = self.engine.gone() || self.engine.unhealthy() && !self.switching;
-        let wedged = self.engine.reason.clone().filter(|_| facts.wedged);
-        let dirty = || self.machine.dirty().map(|dirty| dirty.reason.clone());
-        let unproven = || self.machine.unproven().map(|unproven| unproven.reason.clone());
-        facts.reason = wedged.or_else(dirty).or_else(unproven).or_else(|| self.engine.reason.clone());
+    /// Where the bytes of this attempt go; none when it is over, or has none.
+    fn receiver_of(&self, update: &UpdateId) -> Option<Arriving> {
+        let inner = lock(&self.inner);
+        inner.receiving.as_ref().filter(|receiving| receiving.update == *update).and_then(|receiving| receiving.receiver.clone())
+    }
+
+    fn now(&self) -> Now {
+        let unix = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        Now { elapsed: self.begun.elapsed(), unix_ms: u64::try_from(unix.as_millis()).unwrap_or(u64::MAX) }
+    }
+
+    fn policy_of(epoch: &Epoch) -> UpdatePolicy {
+        epoch.prepared.policy.clone()
     }
 }
 

@@ -9,6 +9,7 @@ use super::external::Watched;
 use super::group::GroupReceiver;
 use super::memory::MemoryReceiver;
 use super::receive::Receiver;
+use super::state::Takes;
 use weightsync_core::protocol::HeldVersion;
 use weightsync_transport::BucketStore;
 
@@ -59,8 +60,16 @@ impl Arriving {
         }
     }
 
+    pub(super) fn takes(&self) -> Takes {
+        match self {
+            Self::Files(_) => Takes::Files,
+            Self::Device(_) | Self::Memory(_) | Self::Group(_) => Takes::Engine,
+            Self::External(..) => Takes::External,
+        }
+    }
+
     /// Whether the engine takes the buckets while they come.
     pub(super) fn feeds(&self) -> bool {
-        !matches!(self, Self::Files(_) | Self::External(..))
+        self.takes() == Takes::Engine
     }
 }

@@ -9,8 +9,9 @@ use async_trait::async_trait;
 
 use super::receive::{agree, cut_as_laid_out, in_order, invalid};
 use super::receiver::{EngineReceiver, Limits, Undone, Way};
+use super::state::State;
 use super::update::mark;
-use super::{Inner, Rollout};
+use super::{Rollout, Version};
 use crate::group::{Epoch, refusal};
 use crate::hand_over::HandOver;
 use crate::locks::lock;
@@ -54,11 +55,11 @@ impl Way for HandOver {
     }
 
     /// One that refuses this way cleanly is fed another way next time, as long as it is the same start.
-    fn note(inner: &mut Inner, error: &InstallError, reason: &str) {
+    fn note(state: &mut State<Version>, error: &InstallError, reason: &str) {
         if error.left == Left::AsBefore
-            && let Some(start) = inner.engine.start().cloned()
+            && let Some(start) = state.engine.start().cloned()
         {
-            inner.no_device = Some((start, reason.to_owned()));
+            state.refusals.refuses_device(start, reason.to_owned());
         }
     }
 
@@ -144,10 +145,8 @@ impl Rollout {
         if request.manual {
             return Err("the trainer switches later, and the engine would be held until then".into());
         }
-        self.with(|inner| match &inner.no_device {
-            Some((start, why)) if inner.engine.start() == Some(start) => Err(why.clone()),
-            _ => Ok(()),
-        })
+        let refused = self.read(|state| state.refusals.no_device(state.engine.start()).map(str::to_owned));
+        refused.map_or(Ok(()), Err)
     }
 
     /// Opens an install from GPU memory. An engine that serves on meanwhile is only looked at; one that does not is paused before the leader

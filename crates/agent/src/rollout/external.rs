@@ -11,15 +11,14 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::time::{Instant, sleep, timeout};
 
 use super::machine::Opening;
-use super::switch::Switch;
+use super::state::{Ended, Outcome, State, Switch};
 use super::update::busy;
-use super::{Arriving, Inner, Rollout};
+use super::{Arriving, Rollout, Version};
 use crate::group::{Epoch, refusal};
 use weightsync_core::protocol::{
-    Delivery, ExternalBegin, ExternalEnd, ExternalOutcome, HealthPolicy, InstallStep, ProvenBy, Refusal, RefusalCode, UpdateId,
-    UpdateStatus,
+    Delivery, ExternalBegin, ExternalEnd, ExternalOutcome, HealthPolicy, ProvenBy, Refusal, RefusalCode, UpdateId, UpdateStatus,
 };
-use weightsync_engine::{EngineError, External, ExternalMark, ExternalProof, Left};
+use weightsync_engine::{EngineError, External, ExternalMark, ExternalProof};
 
 /// Longest call that marks an engine, or takes a mark back.
 const SHORT: Duration = Duration::from_secs(10);
@@ -68,17 +67,17 @@ impl Rollout {
         let update = request.update.clone();
         let health = policy.health;
         let silence = Duration::from_millis(policy.silence_ms);
-        self.with(|inner| inner.give_way(&update));
+        self.with(|state| state.make_way_external(&update));
         // What is being proven or given up comes to its end first.
         let Ok(switched) = timeout(silence, self.switching.lock()).await else { return Err(busy()) };
         drop(switched);
-        match self.with(|inner| inner.machine.begin_external(&request))? {
+        match self.with(|state| state.machine.begin_external(&request))? {
             Opening::Busy => return Err(busy()),
             Opening::Known => {}
             Opening::Check => {
                 let limit = Duration::from_millis(request.timeout_ms.min(policy.update_timeout_ms));
                 if let Err(refusal) = self.open_external(epoch, request, health, limit).await {
-                    self.with(|inner| inner.machine.refused(&update, &refusal));
+                    self.with(|state| state.machine.refused(&update, &refusal));
                     return Err(refusal);
                 }
             }
@@ -89,15 +88,11 @@ impl Rollout {
     pub fn end_external(&self, request: ExternalEnd) -> Result<UpdateStatus, Refusal> {
         let ExternalEnd { update, outcome } = request;
         self.heard_leader(&update);
-        let watched = self.with(|inner| match inner.receiving.as_ref().map(|receiving| (&receiving.update, &receiving.receiver)) {
-            Some((of, Some(Arriving::External(watched, held)))) if *of == update => Some((watched.clone(), held.clone())),
-            _ => None,
-        });
         // An update that ended by itself has reported how.
-        let Some((watched, held)) = watched else { return self.answer(&update) };
+        let Some(Arriving::External(watched, held)) = self.receiver_of(&update) else { return self.answer(&update) };
         match outcome {
             ExternalOutcome::Delivered { engine_version } => {
-                if self.with(|inner| inner.machine.delivered_external(&update, held))? {
+                if self.with(|state| state.machine.delivered_external(&update, held))? {
                     watched.tell(Order::Prove(engine_version));
                 }
             }
@@ -130,7 +125,7 @@ impl Rollout {
         let marked = marked.await.unwrap_or_else(|_| Err(EngineError::Cancelled));
         marked.map_err(|error| refusal(RefusalCode::EngineRefused, format!("the engine cannot be marked: {error}")))?;
         let watched = Watched(orders);
-        if let Err(refusal) = self.with(|inner| inner.machine.opened(&update, true)) {
+        if let Err(refusal) = self.with(|state| state.machine.opened(&update, true)) {
             watched.tell(Order::GiveUp { reason: "another attempt took its place".into(), touched: false });
             return Err(refusal);
         }
@@ -147,15 +142,12 @@ impl Rollout {
     ) {
         let Watch { engine, request, health, limit } = watch;
         let _switching = self.switching.lock().await;
-        let switch = self.with(|inner| {
-            // Not judged by its probes from here on: the data plane may pause it, and a collective keeps it busy.
-            inner.switching = true;
-            Switch { start: inner.engine.start().cloned(), layout: None }
-        });
+        // Not judged by its probes from here on: the data plane may pause it, and a collective keeps it busy.
+        let switch = self.with(State::external_begins);
         let mark = match engine.mark(&request.held, SHORT).await {
             Ok(mark) => mark,
             Err(error) => {
-                self.with(|inner| inner.switching = false);
+                self.with(State::external_not_begun);
                 let _asker_gone = tell.send(Err(error));
                 return;
             }
@@ -203,7 +195,8 @@ impl Rollout {
                 }
                 () = sleep(Duration::from_millis(health.period_ms.max(10))) => {}
             }
-            if let Some(reason) = self.with(|inner| inner.engine.gone().then(|| inner.engine.reason.clone().unwrap_or_default())) {
+            let ended = |state: &State<Version>| state.engine.gone().then(|| state.engine.reason().unwrap_or_default().to_owned());
+            if let Some(reason) = self.read(ended) {
                 return Ok(Order::GiveUp { reason, touched: true });
             }
             match engine.alive(mark, Duration::from_millis(health.timeout_ms)).await {
@@ -231,43 +224,13 @@ impl Rollout {
     ) {
         let held = mark.version.clone();
         let proof = ExternalProof { mark, engine_version, timeout: limit };
-        let outcome = timeout(limit.saturating_add(GRACE), engine.prove(&proof)).await.map_err(drop);
-        self.end_switch(&held, None, outcome.map(|ended| ended.map(|report| (report, ProvenBy::Nothing))), switch, limit);
-        // The pause, if there is one, is not ours.
-        self.with(|inner| inner.paused_until = None);
+        let outcome = Outcome::of(timeout(limit.saturating_add(GRACE), engine.prove(&proof)).await, ProvenBy::Nothing);
+        self.end_switch(Ended { held: &held, files: None, outcome, switch, limit });
+        self.with(State::pause_is_not_ours);
     }
 
     fn external_over(&self, update: &UpdateId, reason: &str, touched: bool, switch: Switch) {
         tracing::warn!(version = update.version, reason, touched, "an update by the trainer's data plane ended without a proof");
-        self.with(|inner| {
-            inner.machine.abort(update, reason);
-            if inner.receiving.as_ref().is_some_and(|receiving| receiving.update == *update) {
-                inner.stop_receiving(reason);
-            }
-            inner.switching = false;
-            if touched {
-                let reason = format!("version {} was being brought by the trainer's data plane: {reason}", update.version);
-                inner.machine.install_failed(reason, Left::Mixture, None, switch.start);
-            }
-        });
-    }
-}
-
-impl Inner {
-    /// Gives up an update that a later one replaces: it would be waited for in vain.
-    fn give_way(&mut self, update: &UpdateId) {
-        let replaced = self.receiving.as_ref().is_some_and(|receiving| {
-            matches!(receiving.receiver, Some(Arriving::External(..)))
-                && receiving.update != *update
-                && self.machine.live() == Some(&receiving.update)
-        });
-        let proving = self.machine.status().is_some_and(|status| status.step == InstallStep::Installing);
-        if replaced && !proving {
-            let over = self.receiving.as_ref().map(|receiving| receiving.update.clone());
-            if let Some(over) = over {
-                self.machine.abort(&over, "another update took its place");
-            }
-            self.stop_receiving("another update took its place");
-        }
+        self.with(|state| state.external_over(update, reason, touched, switch));
     }
 }

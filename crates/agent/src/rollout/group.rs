@@ -139,11 +139,7 @@ impl Rollout {
             Some(group) => group.facts(deadline).await.map_err(|error| refusal(RefusalCode::EngineRefused, error.to_string()))?,
             None => GroupFacts::cannot(no_groups(self.engine.kind()).to_string()),
         };
-        self.with(|inner| {
-            if let Some(known) = &mut inner.engine.facts {
-                known.groups = Some(facts);
-            }
-        });
+        self.with(|state| state.engine.learn_groups(facts));
         Ok(())
     }
 
@@ -210,11 +206,9 @@ impl Rollout {
 
     /// Does what the leader asks of the engine, and answers when the engine did.
     pub async fn receive(&self, request: &ReceiveRequest) -> Result<ReceiveResponse, Refusal> {
-        let of_attempt = self.with(|inner| match inner.receiving.as_ref().map(|receiving| (&receiving.update, &receiving.receiver)) {
-            Some((of, Some(Arriving::Group(receiver)))) if *of == request.update => Some(receiver.clone()),
-            _ => None,
-        });
-        let receiver = of_attempt.ok_or_else(|| refusal(RefusalCode::WrongPhase, "the attempt is over here"))?;
+        let Some(Arriving::Group(receiver)) = self.receiver_of(&request.update) else {
+            return Err(refusal(RefusalCode::WrongPhase, "the attempt is over here"));
+        };
         self.heard_leader(&request.update);
         let begun = Instant::now();
         if let Receive::Bucket(sequence) = request.what

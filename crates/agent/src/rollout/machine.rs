@@ -419,8 +419,9 @@ impl Machine {
         self.sequence += 1;
     }
 
-    /// An earlier life of this agent left an install unfinished.
+    /// The engine holds half an update, as it was found out later: no version counts.
     pub fn found_dirty(&mut self, reason: String, start: Option<EngineStart>) {
+        self.installed = None;
         self.dirty = Some(Dirty { reason, start });
         self.unproven = None;
         self.sequence += 1;

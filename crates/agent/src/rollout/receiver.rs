@@ -12,8 +12,9 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::time::{Instant, timeout};
 
 use super::receive::Listener;
-use super::switch::{GRACE, Switch};
-use super::{Inner, Rollout};
+use super::state::{Ended, Outcome, State, Switch};
+use super::switch::GRACE;
+use super::{Rollout, Version};
 use crate::group::refusal;
 use crate::locks::lock;
 use weightsync_core::protocol::{BeginRequest, FinishRequest, HeldVersion, ProvenBy, Refusal, RefusalCode, UpdateId};
@@ -48,7 +49,7 @@ pub(super) trait Way: Send + Sized + 'static {
     fn close(_arrived: Self::Arrived) {}
 
     /// What is remembered of a failure.
-    fn note(_inner: &mut Inner, _error: &InstallError, _reason: &str) {}
+    fn note(_state: &mut State<Version>, _error: &InstallError, _reason: &str) {}
 
     async fn finish(self, version: HeldVersion) -> Result<InstallReport, InstallError>;
 
@@ -236,9 +237,8 @@ impl Rollout {
                 Order::Settle(done) => drop(done.send(())),
                 Order::Finish(held, agreed) => {
                     let proven_by = if agreed && W::PROVEN_BY == ProvenBy::Nothing { ProvenBy::Engine } else { W::PROVEN_BY };
-                    let outcome = timeout(limit.saturating_add(GRACE), way.finish(held.clone())).await.map_err(drop);
-                    let outcome = outcome.map(|ended| ended.map(|report| (report, proven_by)));
-                    self.end_switch(&held, None, outcome, begun.unwrap_or_default(), limit);
+                    let outcome = Outcome::of(timeout(limit.saturating_add(GRACE), way.finish(held.clone())).await, proven_by);
+                    self.end_switch(Ended { held: &held, files: None, outcome, switch: begun.unwrap_or_default(), limit });
                     self.probe_now.notify_one();
                     return;
                 }
@@ -248,7 +248,7 @@ impl Rollout {
         let left = timeout(limit.saturating_add(GRACE), way.abandon(&reason)).await.unwrap_or(Left::Mixture);
         // One that was never begun changed nothing: the engine is as dirty as it was.
         let Some(switch) = begun else { return };
-        self.with(|inner| inner.spoiled(format!("an install was given up: {reason}"), left, switch));
+        self.with(|state| state.install_given_up(format!("an install was given up: {reason}"), left, switch));
         self.probe_now.notify_one();
     }
 
@@ -258,12 +258,12 @@ impl Rollout {
         tracing::warn!(left = ?error.left, %error, "{}", W::FAILED);
         *lock(&receiver.failed) = Some(reason.clone());
         receiver.close();
-        self.with(|inner| {
-            W::note(inner, error, &reason);
-            inner.machine.abort(&receiver.update, &reason);
+        self.with(|state| {
+            W::note(state, error, &reason);
+            state.machine.abort(&receiver.update, &reason);
             // One that was never begun changed nothing.
             if let Some(switch) = begun {
-                inner.spoiled(reason, error.left, switch);
+                state.install_given_up(reason, error.left, switch);
             }
         });
         self.probe_now.notify_one();
@@ -277,18 +277,6 @@ impl<W: Way> Order<W> {
             Self::Do(what, _) => W::changes(what),
             Self::Finish(..) => true,
             Self::Settle(_) | Self::GiveUp(_) => false,
-        }
-    }
-}
-
-impl Inner {
-    /// The install ended before its last step.
-    fn spoiled(&mut self, reason: String, left: Left, switch: Switch) {
-        self.switching = false;
-        if left == Left::AsBefore {
-            self.paused_until = None;
-        } else {
-            self.machine.install_failed(reason, left, None, switch.start);
         }
     }
 }

@@ -11,7 +11,7 @@ use tokio::time::{Instant, sleep};
 
 use super::Rollout;
 use weightsync_core::protocol::{PausePolicy, UpdatePolicy};
-use weightsync_engine::{EngineError, Holding, Left, Settled, Settling};
+use weightsync_engine::{EngineError, Left, Settled, Settling};
 
 /// Longest call that asks an engine and lets it run.
 const ASK: Duration = Duration::from_secs(30);
@@ -25,10 +25,10 @@ const AGAIN: Duration = Duration::from_secs(1);
 impl Rollout {
     /// Undoes a pause of ours, unless the engine may hold half an update. The adapter asks the engine itself.
     pub(super) async fn resume_if_safe(&self, policy: &UpdatePolicy) -> Result<(), EngineError> {
-        if self.with(|inner| inner.machine.dirty().is_some()) {
+        if self.read(|state| state.machine.dirty().is_some()) {
             return Ok(());
         }
-        let unproven = self.with(|inner| inner.machine.unproven().is_some());
+        let unproven = self.read(|state| state.machine.unproven().is_some());
         self.ask_what_it_holds(policy, unproven).await
     }
 
@@ -42,44 +42,21 @@ impl Rollout {
             }
             Err(error) => {
                 tracing::warn!(left = ?error.left, %error, "it is not known what the engine holds");
-                self.with(|inner| {
-                    let start = inner.engine.start().cloned();
-                    if error.left == Left::Mixture {
-                        inner.machine.found_dirty(format!("the engine does not compute with what it holds: {error}"), start);
-                    }
-                });
+                if error.left == Left::Mixture {
+                    self.with(|state| state.does_not_compute(&error.to_string()));
+                }
                 Err(error.source)
             }
         }
     }
 
-    fn settled_as(&self, Settled { start, holding, resumed }: &Settled) {
-        if *resumed {
-            tracing::info!(%holding, "a pause that an earlier agent left is undone");
+    fn settled_as(&self, settled: &Settled) {
+        if settled.resumed {
+            tracing::info!(holding = %settled.holding, "a pause that an earlier agent left is undone");
         }
-        self.with(|inner| {
-            if let Holding::HalfAnUpdate(held) = holding {
-                let reason = format!("an install of version {} began and was not seen to end", held.version);
-                inner.machine.found_dirty(reason, Some(start.clone()));
-                return;
-            }
-            if inner.machine.unproven().is_none() {
-                return;
-            }
-            inner.engine.started(start.clone());
-            inner.machine.engine_settled(holding, start);
-            inner.paused_until = None;
-            inner.touched = None;
-            let files = inner.to_prove.take();
-            if let Some(installed) = inner.machine.installed().map(|installed| installed.held.clone()) {
-                tracing::info!(version = installed.version, "the engine holds the version, and runs");
-                inner.took(&installed);
-                inner.last = Some(installed.clone());
-                if let Some(files) = files.filter(|files| files.held == installed) {
-                    inner.archive(Some(&files));
-                }
-            }
-        });
+        if let Some(installed) = self.with(|state| state.engine_settled(settled)) {
+            tracing::info!(version = installed.version, "the engine holds the version, and runs");
+        }
     }
 
     /// Leaves no engine paused by us: what it holds is found out, and half an update is replaced, by the version that is kept here or else by its
@@ -92,16 +69,15 @@ impl Rollout {
         loop {
             let left = end.saturating_duration_since(Instant::now());
             match tokio::time::timeout(left, self.restore_once(policy, left)).await {
-                Ok(Ok(())) if self.with(|inner| !inner.machine.must_not_serve()) => return,
+                Ok(Ok(())) if self.read(|state| !state.machine.must_not_serve()) => return,
                 // An engine that is gone is not paused.
                 Ok(Err(EngineError::Unreachable { .. })) => return,
                 Ok(_) if left > AGAIN => sleep(AGAIN).await,
                 Ok(_) | Err(_) => break,
             }
         }
-        let reason = self.with(|inner| inner.machine.dirty().map(|dirty| dirty.reason.clone()));
-        let reason = reason.or_else(|| self.with(|inner| inner.machine.unproven().map(|unproven| unproven.reason.clone())));
-        let url = self.with(|inner| inner.engine.facts.as_ref().map(|facts| facts.url.clone()));
+        let reason = self.read(|state| state.why_not_serve().map(str::to_owned));
+        let url = self.read(|state| state.engine.facts().map(|facts| facts.url.clone()));
         tracing::error!(
             engine = url.unwrap_or_default(),
             port = self.port(),
@@ -113,14 +89,14 @@ impl Rollout {
     async fn restore_once(self: &Arc<Self>, policy: &UpdatePolicy, left: Duration) -> Result<(), EngineError> {
         let switching = self.switching.lock().await;
         self.resume_if_safe(policy).await?;
-        let kept = self.with(|inner| inner.kept.clone().filter(|_| inner.machine.dirty().is_some()));
+        let kept = self.read(|state| state.versions.kept().filter(|_| state.machine.dirty().is_some()).cloned());
         if let Some(kept) = kept
             && self.check_kept(&kept).await.is_ok()
         {
             self.switch_locked(kept, policy).await;
         }
         drop(switching);
-        if self.with(|inner| inner.machine.dirty().is_some()) {
+        if self.read(|state| state.machine.dirty().is_some()) {
             self.put_back(left).await;
         }
         Ok(())

@@ -1,6 +1,6 @@
 //! Messages of a leader, as one rollout carries them out: begin, finish, activate, abort, status.
 //!
-//! [`Machine`](super::machine::Machine) decides; here space is checked, files are made, and a silent leader is noticed.
+//! [`State`](super::state::State) decides; here space is checked, files are made, and a silent leader is noticed.
 
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -10,15 +10,16 @@ use tokio_util::sync::CancellationToken;
 
 use super::machine::{Activating, Finishing, Opening};
 use super::receive::{Listener, Receiver};
-use super::{Arriving, Inner, Led, Receiving, Rollout, Version};
+use super::state::Takes;
+use super::{Arriving, Receiving, Rollout, Version};
 use crate::group::{Epoch, LedBy, refusal};
 use weightsync_core::protocol::{
-    AbortRequest, ActivateRequest, BeginRequest, FinishRequest, HeldVersion, InstallStep, Received, Refusal, RefusalCode, Role, Statement,
+    AbortRequest, ActivateRequest, BeginRequest, FinishRequest, HeldVersion, Received, Refusal, RefusalCode, Role, Statement,
     StatusRequest, UpdateId, UpdateStatus,
 };
 use weightsync_core::weights::safetensors::SafetensorsPlan;
 use weightsync_core::weights::{Layout, Section, TensorSpec};
-use weightsync_engine::{DraftWay, Fit, InstallTerms, Left, draft, same_tensors};
+use weightsync_engine::{DraftWay, Fit, InstallTerms, draft, same_tensors};
 use weightsync_net::deadline::ProgressDeadline;
 use weightsync_net::identity::PeerIdentity;
 use weightsync_transport::{Fault, Transfer};
@@ -40,36 +41,25 @@ impl Rollout {
         let policy = &epoch.prepared.policy;
         let silence = Duration::from_millis(policy.silence_ms);
         // An engine that takes the buckets of an attempt that was replaced would be waited for in vain.
-        self.with(|inner| inner.make_way(&request.update));
+        self.with(|state| state.make_way(&request.update));
         // An engine that is being switched may be about to hold the very version; and its space is not counted twice.
         let Ok(switched) = timeout(silence, self.switching.lock()).await else { return Err(busy()) };
         drop(switched);
         let update = request.update.clone();
-        let opening = self.with(|inner| {
-            let kept: Vec<HeldVersion> = inner.held().map(|version| version.held.clone()).collect();
-            let opening = inner.machine.begin(&request, &kept)?;
-            if opening != Opening::Busy {
-                inner.led = Some(Led { update: update.clone(), pod_uid: by.pod_uid, manifest });
-            }
-            if opening != Opening::Busy && inner.receiving.as_ref().is_some_and(|receiving| receiving.update != update) {
-                inner.stop_receiving("another attempt took its place");
-            }
-            Ok(opening)
-        })?;
-        match opening {
+        match self.with(|state| state.begins(&request, by, manifest))? {
             Opening::Busy => return Err(busy()),
             Opening::Known => self.watch_attempt(epoch, &update, None),
             Opening::Check => match self.open(epoch, &request).await {
                 Ok(receiver) => {
                     let fed = receiver.feeds();
-                    if let Err(refusal) = self.with(|inner| inner.machine.opened(&update, fed)) {
+                    if let Err(refusal) = self.with(|state| state.machine.opened(&update, fed)) {
                         receiver.discard("another attempt took its place");
                         return Err(refusal);
                     }
                     self.watch_attempt(epoch, &update, Some(receiver));
                 }
                 Err(refusal) => {
-                    self.with(|inner| inner.machine.refused(&update, &refusal));
+                    self.with(|state| state.machine.refused(&update, &refusal));
                     return Err(refusal);
                 }
             },
@@ -81,40 +71,32 @@ impl Rollout {
     pub async fn finish(self: &Arc<Self>, request: FinishRequest) -> Result<UpdateStatus, Refusal> {
         let update = request.update.clone();
         self.heard_leader(&update);
-        self.check_manifest(&request)?;
+        self.read(|state| state.check_manifest(&request))?;
         self.learn_statement(&request)?;
-        if self.with(|inner| inner.machine.finish(&request))? == Finishing::Verify {
-            let receiver = self.with(|inner| inner.receiving.as_ref().and_then(|receiving| receiving.receiver.clone()));
-            let receiver = receiver.ok_or_else(|| refusal(RefusalCode::Internal, "the received bytes are gone"))?;
+        if self.with(|state| state.machine.finish(&request))? == Finishing::Verify {
+            let receiver = self.receiver_of(&update).ok_or_else(|| refusal(RefusalCode::Internal, "the received bytes are gone"))?;
             let begun = Instant::now();
             let outcome = match receiver {
-                Arriving::Files(receiver) => self.conclude_files(receiver, request).await.map(Ok),
-                Arriving::Device(receiver) => receiver.conclude(&request).await.map(Err),
+                Arriving::Files(receiver) => {
+                    self.conclude_files(receiver, request).await.map(|version| (version.held.clone(), Some(version)))
+                }
+                Arriving::Device(receiver) => receiver.conclude(&request).await.map(without_files),
                 Arriving::Group(receiver) => {
                     if request.check
                         && let Some(checksum) = receiver.seal().await
                     {
-                        self.with(|inner| inner.machine.checked(&update, checksum))?;
+                        self.with(|state| state.machine.checked(&update, checksum))?;
                     }
-                    receiver.conclude(&request).await.map(Err)
+                    receiver.conclude(&request).await.map(without_files)
                 }
                 Arriving::External(..) => Err("its bytes travel in the trainer's own data plane".into()),
-                Arriving::Memory(receiver) => receiver.conclude(&request).await.map(Err),
+                Arriving::Memory(receiver) => receiver.conclude(&request).await.map(without_files),
             };
             let took_ms = u64::try_from(begun.elapsed().as_millis()).unwrap_or(u64::MAX);
             if let Err(reason) = &outcome {
                 tracing::warn!(version = update.version, attempt = update.attempt, reason, "a version is not what its manifest says");
             }
-            self.with(|inner| {
-                let (held, files) = match outcome {
-                    Ok(Ok(version)) => (Ok(version.held.clone()), Some(version)),
-                    Ok(Err(held)) => (Ok(held), None),
-                    Err(reason) => (Err(reason), None),
-                };
-                inner.machine.verified(&update, held, took_ms)?;
-                inner.keep_delivered(files);
-                Ok(())
-            })?;
+            self.with(|state| state.verified(&update, outcome, took_ms))?;
         }
         self.answer(&update)
     }
@@ -136,21 +118,16 @@ impl Rollout {
     pub fn activate(self: &Arc<Self>, epoch: &Arc<Epoch>, request: &ActivateRequest) -> Result<UpdateStatus, Refusal> {
         let update = &request.update;
         self.heard_leader(update);
-        if let Activating::Install(held) = self.with(|inner| inner.machine.activate(update))? {
-            let fed = self.with(|inner| match inner.receiving.as_ref().map(|receiving| (&receiving.update, &receiving.receiver)) {
-                Some((of, Some(receiver))) if of == update => Some(receiver.clone()),
-                _ => None,
-            });
-            let agreed = request.agreed && self.with(|inner| inner.machine.has_checksum(update));
+        if let Activating::Install(held) = self.with(|state| state.machine.activate(update))? {
+            let fed = self.receiver_of(update);
+            let agreed = request.agreed && self.read(|state| state.machine.has_checksum(update));
             match self.holding(&held) {
                 _ if fed.as_ref().is_some_and(|receiver| receiver.finish(&held, agreed)) => {}
                 Some(version) => {
                     let (rollout, policy) = (self.clone(), Self::policy_of(epoch));
                     tokio::spawn(async move { rollout.switch(version, &policy).await });
                 }
-                None => self.with(|inner| {
-                    inner.machine.install_failed("the delivered version is gone".into(), Left::AsBefore, None, None);
-                }),
+                None => self.with(|state| state.copy_lost("the delivered version is gone".into())),
             }
         }
         self.answer(update)
@@ -162,43 +139,23 @@ impl Rollout {
 
     /// Notes who leads an attempt that was opened.
     pub fn is_led(&self, update: &UpdateId, by: LedBy) {
-        self.with(|inner| inner.led = Some(Led { update: update.clone(), pod_uid: by.pod_uid, manifest: None }));
+        self.with(|state| state.leads(update, by));
     }
 
     /// Refuses a message about an attempt that another member leads.
     pub fn check_leader(&self, update: &UpdateId, by: &LedBy) -> Result<(), Refusal> {
-        let inner = crate::locks::lock(&self.inner);
-        match inner.led.as_ref().filter(|led| led.update == *update) {
-            Some(led) if led.pod_uid != by.pod_uid => {
-                let message = format!("attempt {} of version {} is led by another member", update.attempt, update.version);
-                Err(refusal(RefusalCode::Forbidden, message))
-            }
-            _ => Ok(()),
-        }
-    }
-
-    /// Refuses other weights than the ones that were begun.
-    fn check_manifest(&self, request: &FinishRequest) -> Result<(), Refusal> {
-        let inner = crate::locks::lock(&self.inner);
-        let led = inner.led.as_ref().filter(|led| led.update == request.update);
-        match led.and_then(|led| led.manifest.as_ref()) {
-            Some(manifest) if *manifest != request.manifest_digest => {
-                let message = format!("the update was begun with manifest {manifest}, it ends with {}", request.manifest_digest);
-                Err(refusal(RefusalCode::Forbidden, message))
-            }
-            _ => Ok(()),
-        }
+        self.read(|state| state.check_leader(update, by))
     }
 
     /// Keeps what a source signed. Other weights under the number of what is installed take its place where they were announced later.
     fn learn(&self, statement: &Statement, held: &HeldVersion, layout: &str) -> Result<(), Refusal> {
         let statements = self.core.statements();
         statements.learn(statement, held, layout)?;
-        self.with(|inner| {
-            let installed = inner.machine.installed().map(|installed| &installed.held);
+        self.with(|state| {
+            let installed = state.machine.installed().map(|installed| &installed.held);
             let other = installed.filter(|other| other.version == held.version && *other != held);
             if other.is_some_and(|other| statements.about(other).is_none_or(|known| known.epoch < statement.epoch)) {
-                inner.machine.supersede();
+                state.machine.supersede();
             }
         });
         Ok(())
@@ -206,7 +163,7 @@ impl Rollout {
 
     /// Keeps what the source signed about the weights that arrived.
     fn learn_statement(&self, request: &FinishRequest) -> Result<(), Refusal> {
-        let layout = self.with(|inner| inner.machine.layout_of(&request.update).map(str::to_owned));
+        let layout = self.read(|state| state.machine.layout_of(&request.update).map(str::to_owned));
         match (&request.statement, layout) {
             (Some(statement), Some(layout)) => {
                 let held = HeldVersion { version: request.update.version, manifest: request.manifest_digest.clone() };
@@ -226,8 +183,8 @@ impl Rollout {
         }
         let status = self.last_attempt();
         let status = status.ok_or_else(|| refusal(RefusalCode::WrongPhase, "no update was begun here yet"))?;
-        let leads = |led: &Led| matches!(peer, PeerIdentity::Agent { pod_uid, .. } if *pod_uid == led.pod_uid);
-        if crate::locks::lock(&self.inner).led.as_ref().is_some_and(|led| led.update == status.update && leads(led)) {
+        let leads = |leader: &str| matches!(peer, PeerIdentity::Agent { pod_uid, .. } if pod_uid == leader);
+        if self.read(|state| state.leader_of(&status.update).is_some_and(leads)) {
             self.heard_leader(&status.update);
         }
         Ok(status)
@@ -238,11 +195,11 @@ impl Rollout {
         self.ask_engine(health, health).await?;
         self.check_tensors(request).await?;
         // What waits to be installed waits no more: its room is needed. What the engine was switched to stays, to feed others.
-        self.with(|inner| inner.staged = None);
+        self.with(|state| state.versions.unstage());
         let internal = |what: String| refusal(RefusalCode::Internal, what);
         let layout = Arc::new(request.layout.clone());
         // Taken as it comes, a version pauses the engine while it travels; the object counts on it being paused for the switch only.
-        let staged_only = epoch.prepared.policy.max_unavailable > 0 && self.with(|inner| inner.machine.installed().is_some());
+        let staged_only = epoch.prepared.policy.max_unavailable > 0 && self.read(|state| state.machine.installed().is_some());
         if staged_only && let Err(error) = self.takes_files() {
             let what = format!("{error}; membership.maxUnavailable needs versions that lie complete before an engine is switched");
             return Err(refusal(RefusalCode::EngineRefused, what));
@@ -296,11 +253,11 @@ impl Rollout {
     /// took before.
     async fn check_tensors(&self, request: &BeginRequest) -> Result<(), Refusal> {
         let (engine, tensors) = (self.engine.clone(), request.layout.tensors().cloned().collect::<Vec<_>>());
-        let before = self.with(|inner| inner.took.clone().filter(|(start, ..)| inner.engine.start() == Some(start)));
+        let before = self.read(|state| state.took().cloned());
         let compared = tokio::task::spawn_blocking(move || match (engine.fits(&tensors)?, before) {
-            (Fit::Unchecked(_), Some((_, held, before))) => {
-                let before: Vec<_> = before.tensors().cloned().collect();
-                same_tensors(&before, held.version, &tensors)
+            (Fit::Unchecked(_), Some(took)) => {
+                let before: Vec<_> = took.layout.tensors().cloned().collect();
+                same_tensors(&before, took.held.version, &tensors)
             }
             (Fit::Whole | Fit::Unchecked(_), _) => Ok(()),
         });
@@ -331,13 +288,14 @@ impl Rollout {
         let total = Duration::from_millis(policy.update_timeout_ms).saturating_add(silence);
         let deadline = ProgressDeadline::new(silence, total);
         let over = CancellationToken::new();
-        let watched = self.with(|inner| {
-            if inner.machine.live() != Some(update) || inner.receiving.as_ref().is_some_and(|receiving| receiving.update == *update) {
-                return false;
+        let takes = receiver.as_ref().map_or(Takes::Nothing, Arriving::takes);
+        let watched = self.change(|inner| {
+            let receives = inner.state.receives(update, takes);
+            if receives {
+                let (update, receiver) = (update.clone(), receiver.clone());
+                inner.receiving = Some(Receiving { update, receiver, deadline: deadline.clone(), over: over.clone() });
             }
-            inner.receiving =
-                Some(Receiving { update: update.clone(), receiver: receiver.clone(), deadline: deadline.clone(), over: over.clone() });
-            true
+            receives
         });
         if !watched {
             return;
@@ -360,13 +318,7 @@ impl Rollout {
 
     /// Gives an attempt up here; false when it was over already.
     pub(super) fn end_attempt(&self, update: &UpdateId, reason: &str) -> bool {
-        let ended = self.with(|inner| {
-            let ended = inner.machine.abort(update, reason);
-            if ended {
-                inner.stop_receiving(reason);
-            }
-            ended
-        });
+        let ended = self.with(|state| state.attempt_ended(update, reason));
         if ended {
             tracing::info!(version = update.version, attempt = update.attempt, reason, "an attempt ended");
         }
@@ -377,23 +329,16 @@ impl Rollout {
     /// Keeps how the bytes of a version came. Over NCCL they come from the leader.
     fn measured(&self, update: &UpdateId, transfer: &Transfer) {
         let Some(epoch) = self.core.epoch().filter(|epoch| *epoch.id() == update.epoch) else { return };
-        self.with(|inner| {
-            let led = inner.led.as_ref().filter(|led| led.update == *update);
-            let leader = || {
-                let of = |led: &Led| epoch.commit.addresses.iter().find(|member| member.incarnation.pod_uid == led.pod_uid);
-                led.and_then(of).map(|member| member.member.clone())
-            };
-            let Some(from) = transfer.from.clone().or_else(leader) else { return };
-            let Transfer { by, bytes, took, .. } = transfer;
-            tracing::info!(version = update.version, %from, by = by.as_str(), bytes, ?took, "received a version");
-            inner.received = Some(Received {
-                version: update.version,
-                from,
-                by: transfer.by,
-                bytes: transfer.bytes,
-                microseconds: u64::try_from(transfer.took.as_micros()).unwrap_or(u64::MAX),
-            });
-        });
+        let leader = || {
+            let pod_uid = self.read(|state| state.leader_of(update).map(str::to_owned))?;
+            let leader = epoch.commit.addresses.iter().find(|member| member.incarnation.pod_uid == pod_uid)?;
+            Some(leader.member.clone())
+        };
+        let Some(from) = transfer.from.clone().or_else(leader) else { return };
+        let Transfer { by, bytes, took, .. } = *transfer;
+        tracing::info!(version = update.version, %from, by = by.as_str(), bytes, ?took, "received a version");
+        let microseconds = u64::try_from(took.as_micros()).unwrap_or(u64::MAX);
+        self.with(|state| state.measured(Received { version: update.version, from, by, bytes, microseconds }));
     }
 
     pub(super) fn heard_leader(&self, update: &UpdateId) {
@@ -409,30 +354,6 @@ impl Rollout {
     }
 }
 
-impl Inner {
-    /// Gives an attempt up whose buckets the engine takes while they come, when a later one comes.
-    fn make_way(&mut self, update: &UpdateId) {
-        let replaced = self.receiving.as_ref().is_some_and(|receiving| {
-            let of = &receiving.update;
-            let later = of.epoch != update.epoch || of.version <= update.version;
-            receiving.receiver.as_ref().is_some_and(Arriving::feeds) && of != update && later
-        });
-        let installing = self.machine.status().is_some_and(|status| status.step == InstallStep::Installing);
-        if replaced && !installing {
-            self.stop_receiving("another attempt took its place");
-        }
-    }
-
-    /// A version was verified. It is dropped when the engine serves it already, or when no one waits for it.
-    fn keep_delivered(&mut self, version: Option<super::Version>) {
-        let delivered = self.machine.status().is_some_and(|status| status.step == InstallStep::Delivered);
-        self.staged = version.filter(|_| delivered).map(Arc::new);
-        if !delivered {
-            self.stop_receiving("it is not what its manifest says, or is held already");
-        }
-    }
-}
-
 impl Listener for Weak<Rollout> {
     fn moving(&self) {
         let Some(rollout) = self.upgrade() else { return };
@@ -444,7 +365,7 @@ impl Listener for Weak<Rollout> {
 
     fn received(&self, update: &UpdateId, bytes: u64) {
         if let Some(rollout) = self.upgrade() {
-            rollout.with(|inner| inner.machine.received(update, bytes));
+            rollout.with(|state| state.machine.received(update, bytes));
         }
     }
 
@@ -456,7 +377,7 @@ impl Listener for Weak<Rollout> {
 
     fn streamed(&self, update: &UpdateId, took_ms: u64) -> Result<(), Refusal> {
         let rollout = self.upgrade().ok_or_else(|| refusal(RefusalCode::Internal, "the agent is ending"))?;
-        rollout.with(|inner| inner.machine.streamed(update, took_ms))
+        rollout.with(|state| state.machine.streamed(update, took_ms))
     }
 
     fn broken(&self, update: &UpdateId, fault: Fault<'_>, cause: &str) {
@@ -474,6 +395,11 @@ impl Listener for Weak<Rollout> {
             rollout.core.peer_lost(&update.epoch, peer, cause);
         }
     }
+}
+
+/// A version that lies in no files.
+fn without_files(held: HeldVersion) -> (HeldVersion, Option<Version>) {
+    (held, None)
 }
 
 /// Refuses what a member may not bring: a source brings what its trainer publishes, a feeder the version that the epoch names and nothing else.

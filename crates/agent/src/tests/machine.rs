@@ -8,11 +8,11 @@ use weightsync_core::protocol::*;
 use weightsync_core::weights::DigestAlgorithm;
 use weightsync_engine::{EngineStart, Left};
 
-fn id(epoch: u64, version: Version, attempt: u32) -> UpdateId {
+pub(crate) fn id(epoch: u64, version: Version, attempt: u32) -> UpdateId {
     UpdateId { epoch: EpochId { weightsync: "w".into(), created: 1, term: 0, epoch }, version, attempt }
 }
 
-fn begin(update: &UpdateId, feeding: bool, manifest: Option<&str>) -> BeginRequest {
+pub(crate) fn begin(update: &UpdateId, feeding: bool, manifest: Option<&str>) -> BeginRequest {
     let (layout, _) = weights(1);
     BeginRequest {
         update: update.clone(),
@@ -26,15 +26,15 @@ fn begin(update: &UpdateId, feeding: bool, manifest: Option<&str>) -> BeginReque
     }
 }
 
-fn finish(update: &UpdateId, manifest: &str) -> FinishRequest {
+pub(crate) fn finish(update: &UpdateId, manifest: &str) -> FinishRequest {
     FinishRequest { update: update.clone(), tensor_digests: Vec::new(), manifest_digest: manifest.into(), statement: None, check: false }
 }
 
-fn held(version: Version, manifest: &str) -> HeldVersion {
+pub(crate) fn held(version: Version, manifest: &str) -> HeldVersion {
     HeldVersion { version, manifest: manifest.into() }
 }
 
-fn start(number: u32) -> EngineStart {
+pub(crate) fn start(number: u32) -> EngineStart {
     EngineStart(number.to_string())
 }
 
