@@ -19,7 +19,7 @@ impl Rollout {
             let Err(error) = rollout.engine.see_owed_answer(&held, WHOLE).await else { return };
             tracing::warn!(version = held.version, left = ?error.left, %error, "the engine does not compute with the version that it took");
             let now = rollout.now();
-            rollout.with(|state| state.owed_answer_failed(&held, error.left, &error.to_string(), now));
+            rollout.with(|state| state.token_failed(&held, error.left, &error.to_string(), now));
             rollout.probe_now.notify_one();
         });
     }

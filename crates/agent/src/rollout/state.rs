@@ -178,7 +178,7 @@ impl<F: Archived> State<F> {
         self.policy.as_ref().is_some_and(|policy| policy.delivery == Delivery::External)
     }
 
-    /// Tells the facts that the agent reports. `current` is the version that the group is at.
+    /// Writes the facts that the agent reports. `current` is the version that the group is at.
     pub(super) fn show(&self, facts: &mut Facts, current: Option<&HeldVersion>) {
         let of_group = self.versions.all().find(|version| current.is_some_and(|current| version.held().is(current)));
         let retained = of_group.or_else(|| self.versions.kept()).or_else(|| self.versions.staged());

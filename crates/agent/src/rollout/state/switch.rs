@@ -42,7 +42,7 @@ impl Outcome {
         }
     }
 
-    /// Whether the engine still owes a token.
+    /// Whether a token must still be asked for.
     pub(in crate::rollout) fn owes_answer(&self) -> bool {
         matches!(self, Self::Confirmed(report, _) if report.owes_answer)
     }
@@ -174,8 +174,8 @@ impl<F: Archived> State<F> {
         self.paused_until = None;
     }
 
-    /// The engine gave no token that it owed after an install.
-    pub(in crate::rollout) fn owed_answer_failed(&mut self, held: &HeldVersion, left: Left, cause: &str, now: Now) {
+    /// The token that an install left to be asked for did not come.
+    pub(in crate::rollout) fn token_failed(&mut self, held: &HeldVersion, left: Left, cause: &str, now: Now) {
         let counts = self.machine.installed().is_some_and(|installed| installed.held == *held);
         if counts && left != Left::AsBefore {
             let reason = format!("version {} was installed, and the engine does not compute with it: {cause}", held.version);

@@ -329,7 +329,7 @@ proptest! {
                     read = None;
                 }
                 Happens::PutBack(false) => state.put_back_tried(at(seconds)),
-                Happens::OwesAnswer(version) => state.owed_answer_failed(&held(version, "m"), Left::Mixture, "no token", at(seconds)),
+                Happens::OwesAnswer(version) => state.token_failed(&held(version, "m"), Left::Mixture, "no token", at(seconds)),
                 Happens::Probe(true) => state.engine.passed(&HEALTH, false),
                 Happens::Probe(false) => drop(state.engine_failed(&HEALTH, "no answer", false)),
                 Happens::EpochOver => state.epoch_over("the epoch is over"),
