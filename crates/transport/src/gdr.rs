@@ -23,7 +23,7 @@ pub use self::gpu::{GpuSlots, GpuSlotsWanted};
 pub(crate) use self::offered::next_taken;
 use self::receive::{Neighbours, Receiver};
 pub use self::ring::{FabricRing, RingWanted};
-use self::send::Sink;
+use self::send::Offering;
 use super::carrier::{Carrier, Carriers};
 use super::nccl::{self, Lending, NcclTransport};
 use super::{BucketSink, BucketStore, Transport, TransportError};
@@ -158,8 +158,8 @@ impl Transport for GdrTransport {
         let (next, silence) = (hello.to.clone(), Duration::from_millis(hello.silence_ms));
         let chain = self.nccl.chain().open_alongside(hello, first).await?;
         Ok(match slots {
-            Slots::Host(ring) => Box::new(Sink::new(chain, ring, next, silence).ok_or_else(gone)?),
-            Slots::Gpu(slots) => Box::new(Lending::new(chain, slots.communicator().clone(), next, silence).ok_or_else(gone)?),
+            Slots::Host(ring) => Box::new(Offering::sink(chain, ring, next, silence).ok_or_else(gone)?),
+            Slots::Gpu(slots) => Box::new(Lending::sink(chain, slots.communicator().clone(), next, silence).ok_or_else(gone)?),
         })
     }
 }

@@ -10,6 +10,7 @@ mod digest;
 pub mod gdr;
 mod intake;
 pub mod nccl;
+mod outgoing;
 mod pieces;
 pub mod tcp;
 

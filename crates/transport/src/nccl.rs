@@ -25,9 +25,10 @@ pub use self::communicator::{Communicator, Joining, LocalRank};
 pub(crate) use self::lend::Lending;
 pub use self::pack::{PackedBucket, Packer};
 pub(crate) use self::receive::Receiver;
-use self::send::Sink;
+use self::send::Broadcasting;
 pub use self::staging::Staging;
 use super::carrier::{Carrier, Carriers};
+use super::outgoing::OutgoingSink;
 use super::pieces::{cut, pieces};
 use super::tcp::TcpTransport;
 use super::{BucketSink, BucketStore, Transport, TransportError};
@@ -104,12 +105,12 @@ impl Transport for NcclTransport {
         if lent {
             let peer = hello.to.clone();
             let chain = self.tcp.open_alongside(hello, first).await?;
-            let lending = Lending::new(chain, communicator, peer, silence);
+            let lending = Lending::sink(chain, communicator, peer, silence);
             return Ok(Box::new(lending.ok_or_else(|| gone("there is no GPU worker"))?));
         }
         let stream = communicator.stream().ok_or_else(|| gone("it carries another stream"))?;
         let chain = self.tcp.open_alongside(hello, first).await?;
-        Ok(Box::new(Sink::new(chain, communicator, silence, stream)))
+        Ok(Box::new(OutgoingSink::new(chain, Broadcasting::new(communicator, silence, stream))))
     }
 }
 
@@ -130,24 +131,5 @@ impl Carriers for Receivers {
         }
         let silence = Duration::from_millis(hello.silence_ms);
         Ok(Box::new(Receiver::start(communicator, store.clone(), carried.root, silence, None)?))
-    }
-}
-
-/// The digest of one piece of a bucket, as a GPU gave it.
-struct PieceSum {
-    first: bool,
-    last: bool,
-    sum: u64,
-}
-
-/// gsum64 of the bucket whose pieces end now: sums of pieces add up.
-#[derive(Default)]
-struct BucketSum(u64);
-
-impl BucketSum {
-    /// Adds the next piece; gives the bucket's sum with its last one.
-    fn add(&mut self, piece: &PieceSum) -> Option<u64> {
-        self.0 = if piece.first { piece.sum } else { self.0.wrapping_add(piece.sum) };
-        piece.last.then_some(self.0)
     }
 }

@@ -31,7 +31,7 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 use super::carrier::Carrying;
 use super::{Admission, BucketSink, Transport, TransportError};
 use downstream::Alive;
-pub(super) use downstream::Downstream;
+pub(super) use downstream::{Downstream, millis};
 use lanes::Meeting;
 pub(super) use lanes::default_lanes;
 use sink::Sink;

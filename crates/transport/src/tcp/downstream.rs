@@ -353,6 +353,6 @@ pub(super) fn lost(peer: &MemberName, seen_by: &MemberName, cause: &str) -> Stre
     StreamFailure::Lost { peer: peer.clone(), cause: format!("its connection with {seen_by} ended: {cause}") }
 }
 
-pub(super) fn millis(time: Duration) -> u64 {
+pub(crate) fn millis(time: Duration) -> u64 {
     u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
