@@ -1,7 +1,7 @@
 //! The leader's end of a stream whose payloads travel outside of the chain: cuts buckets into pieces, announces them, and says each bucket's
 //! digest when it is known.
 //!
-//! Decides the order: a piece is in place before its bucket is announced, and a stream ends only when all digests were said. The first failure
+//! Decides the order: a piece is in place before its bucket is announced, and a stream ends only when all digests were announced. The first failure
 //! ends it for all members. How a piece travels, and who is at fault when it does not, each [`Outgoing`] decides.
 
 use std::pin::pin;
@@ -201,7 +201,7 @@ impl<O: Outgoing> OutgoingSink<O> {
             done = self.chain.done() => return done,
             progressed = self.outgoing.progress() => progressed,
         };
-        // All digests were said: only trouble comes now.
+        // All digests were announced: only trouble comes now.
         self.progressed(progressed).await
     }
 }
