@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use rustls_pki_types::ServerName;
 use serde::{Deserialize, Serialize};
-use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, BufReader};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 use tokio_rustls::{TlsAcceptor, TlsConnector};
@@ -19,6 +19,10 @@ use super::frame::StreamId;
 use super::{DataTls, TcpOptions};
 use weightsync_core::protocol::{DATA_MAGIC, DataHello, MAX_HELLO_BYTES, MemberName};
 use weightsync_net::identity::PeerIdentity;
+
+/// Bytes that are read from a socket at once for TLS: rustls asks for 4 KiB at a time (0.23, `DeframerVecBuffer`; read), and each would be a
+/// system call.
+const READ_AHEAD: usize = 128 << 10;
 
 /// First bytes of a further connection of a stream.
 const LANE_MAGIC: [u8; 4] = *b"WSL1";
@@ -93,7 +97,7 @@ pub(super) async fn accept(stream: TcpStream, options: &TcpOptions) -> io::Resul
     match (&options.tls, first.first() == DATA_MAGIC.first()) {
         (_, true) => Ok(Link::plain(stream)),
         (Some(tls), false) => {
-            let stream = TlsAcceptor::from(tls.server.clone()).accept(stream).await?;
+            let stream = TlsAcceptor::from(tls.server.clone()).accept(BufReader::with_capacity(READ_AHEAD, stream)).await?;
             let certificate = stream.get_ref().1.peer_certificates().and_then(<[_]>::first);
             // A certificate without an identity proves no sender: the admission refuses it.
             let peer = certificate.and_then(|certificate| PeerIdentity::of_certificate(certificate).ok());
