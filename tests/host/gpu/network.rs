@@ -60,7 +60,7 @@ async fn member_whose_nccl_passes_sockets_is_refused_with_cause() {
 #[tokio::test(flavor = "multi_thread")]
 async fn auto_avoids_an_nccl_that_passes_sockets() {
     let (folder, machine) = (tempfile::tempdir().unwrap(), Machine::new().with("FAKEGPU_NCCL_NET", "Socket"));
-    let world = over_sockets(folder.path(), &machine, json!({})).await;
+    let world = over_sockets(folder.path(), &machine, json!({"bucketMiB": 1})).await;
     world.until_ready(2).await;
     let model = Model::large(1);
     let result = world.publish(&model.save(&world.folder().join("v1")), 1, &[]).await.done();
