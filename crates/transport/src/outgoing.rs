@@ -169,15 +169,20 @@ impl<O: Outgoing> OutgoingSink<O> {
     }
 
     async fn bucket(&mut self, header: BucketHeader, payload: &Payload) -> Result<(), StreamFailure> {
-        for (offset, bytes) in pieces(header.bytes, self.outgoing.slot_bytes()) {
-            let piece = Piece { offset, bytes, last: offset.saturating_add(bytes) >= header.bytes };
+        // What is there is sent: a member refuses a head that says something else.
+        let length = match payload {
+            Payload::Host(bytes) => bytes.len() as u64,
+            Payload::Device(_) => header.bytes,
+        };
+        for (offset, bytes) in pieces(length, self.outgoing.slot_bytes()) {
+            let piece = Piece { offset, bytes, last: offset.saturating_add(bytes) >= length };
             let place = self.outgoing.place(payload, piece);
             let placed = match self.during(place).await? {
                 Ok(placed) => placed,
                 Err(error) => return Err(self.cause_of(&error).await),
             };
             if offset == 0 {
-                self.chain.head(BucketHeader { flags: BucketHeader::CARRIED, ..header });
+                self.chain.head(BucketHeader { flags: header.flags | BucketHeader::CARRIED, ..header });
             }
             if let Some(sum) = self.outgoing.go(&mut self.chain, placed, piece) {
                 self.summed(sum);
