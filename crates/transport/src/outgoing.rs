@@ -4,17 +4,20 @@
 //! Decides the order: a piece is in place before its bucket is announced, and a stream ends only when all digests were announced. The first failure
 //! ends it for all members. How a piece travels, and who is at fault when it does not, each [`Outgoing`] decides.
 
+use std::collections::BTreeMap;
+use std::convert::Infallible;
 use std::pin::pin;
 use std::time::Duration;
 
 use async_trait::async_trait;
 use futures::future::BoxFuture;
+use tokio::sync::mpsc;
 use tokio::time::timeout;
 
 use crate::pieces::pieces;
-use crate::tcp::Downstream;
+use crate::tcp::{Downstream, millis};
 use crate::{BucketSink, Payload, TransportError};
-use weightsync_core::protocol::{BucketHeader, StreamFailure};
+use weightsync_core::protocol::{BucketHeader, LentPiece, MemberName, StreamFailure};
 use weightsync_gpu::worker::WorkerError;
 
 /// A part of a bucket that fits into a slot.
@@ -75,6 +78,43 @@ pub(super) struct Blame {
 impl Blame {
     pub(super) fn certain(failure: StreamFailure) -> Self {
         Self { failure, unless_named_within: Duration::ZERO }
+    }
+}
+
+/// Slots that the next member may still read, by the numbers of their pieces. `S` is what keeps one of them.
+pub(super) struct Lent<S> {
+    slots: BTreeMap<u32, S>,
+    taken: mpsc::UnboundedReceiver<u32>,
+    next: u32,
+    reader: MemberName,
+}
+
+impl<S> Lent<S> {
+    /// Over an open chain to `reader`; none when its answers go elsewhere.
+    pub(super) fn new(chain: &mut Downstream, reader: MemberName) -> Option<Self> {
+        Some(Self { slots: BTreeMap::new(), taken: chain.taken()?, next: 0, reader })
+    }
+
+    /// Announces a piece that lies in the slot of this index, and keeps `slot` until it was read.
+    pub(super) fn lend(&mut self, chain: &mut Downstream, piece: Piece, index: u32, slot: S) {
+        let number = self.next;
+        self.next = self.next.wrapping_add(1);
+        chain.lent(LentPiece { number, slot: index, offset: piece.offset, bytes: piece.bytes });
+        self.slots.insert(number, slot);
+    }
+
+    /// Gives slots back as they are read; never ends. Dropping the future loses nothing.
+    pub(super) async fn give_back(&mut self) -> Infallible {
+        while let Some(number) = self.taken.recv().await {
+            self.slots.remove(&number);
+        }
+        std::future::pending().await
+    }
+
+    /// Where no slot came back for `silence`: the reader keeps them.
+    pub(super) fn kept(&self, error: &WorkerError, silence: Duration) -> Option<Blame> {
+        let kept = matches!(error, WorkerError::NoSlot { .. }) && !self.slots.is_empty();
+        kept.then(|| Blame::certain(StreamFailure::Silent { peer: self.reader.clone(), silence_ms: millis(silence) }))
     }
 }
 

@@ -180,14 +180,14 @@ impl<F: Archived> State<F> {
 
     /// Writes the facts that the agent reports. `current` is the version that the group is at.
     pub(super) fn show(&self, facts: &mut Facts, current: Option<&HeldVersion>) {
-        let of_group = self.versions.all().find(|version| current.is_some_and(|current| version.held().is(current)));
+        let of_group = current.and_then(|current| self.versions.find(current));
         let retained = of_group.or_else(|| self.versions.kept()).or_else(|| self.versions.staged());
         facts.retained = retained.map(|version| version.held().clone());
         facts.earlier =
             self.versions.all().map(|version| version.held().clone()).filter(|held| Some(held) != facts.retained.as_ref()).collect();
         facts.installed = self.machine.certainly_installed().map(|installed| installed.held.clone());
         facts.proven_by = self.machine.certainly_installed().and_then(|installed| installed.proven_by);
-        facts.refused = self.refusals.refused().to_vec();
+        self.refusals.refused().clone_into(&mut facts.refused);
         facts.engine_restarts = self.engine.restarts();
         facts.engine.clone_from(&self.engine.facts);
         facts.healthy = !self.engine.unhealthy();

@@ -3,32 +3,26 @@
 //!
 //! Decides how many pieces are out: as many as there are slots. A member that keeps them all for too long is the silent one.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::Bytes;
 use futures::future::BoxFuture;
-use tokio::sync::mpsc;
 
 use super::ring::{FabricRing, Slot};
 use crate::Payload;
-use crate::outgoing::{Blame, Outgoing, OutgoingSink, Piece, PieceSum, Trouble};
+use crate::outgoing::{Blame, Lent, Outgoing, OutgoingSink, Piece, PieceSum, Trouble};
 use crate::pieces::cut;
-use crate::tcp::{Downstream, millis};
-use weightsync_core::protocol::{LentPiece, MemberName, StreamFailure};
+use crate::tcp::Downstream;
+use weightsync_core::protocol::{MemberName, StreamFailure};
 use weightsync_core::weights::gsum64_from;
 use weightsync_gpu::worker::WorkerError;
 
 pub(super) struct Offering {
     ring: Arc<FabricRing>,
-    next_member: MemberName,
     silence: Duration,
-    /// Slots that the next member may still read, by the numbers of their pieces.
-    out: BTreeMap<u32, Bytes>,
-    taken: mpsc::UnboundedReceiver<u32>,
-    next: u32,
+    lent: Lent<Bytes>,
 }
 
 impl Offering {
@@ -39,8 +33,8 @@ impl Offering {
         next_member: MemberName,
         silence: Duration,
     ) -> Option<OutgoingSink<Self>> {
-        let taken = chain.taken()?;
-        Some(OutgoingSink::new(chain, Self { ring, next_member, silence, out: BTreeMap::new(), taken, next: 0 }))
+        let lent = Lent::new(&mut chain, next_member)?;
+        Some(OutgoingSink::new(chain, Self { ring, silence, lent }))
     }
 }
 
@@ -75,18 +69,12 @@ impl Outgoing for Offering {
     }
 
     fn go(&mut self, chain: &mut Downstream, (slot, sum): (Slot, u64), piece: Piece) -> Option<PieceSum> {
-        let number = self.next;
-        self.next = self.next.wrapping_add(1);
-        chain.lent(LentPiece { number, slot: slot.index(), offset: piece.offset, bytes: piece.bytes });
-        self.out.insert(number, slot.freeze());
+        self.lent.lend(chain, piece, slot.index(), slot.freeze());
         Some(piece.summed(sum))
     }
 
     async fn progress(&mut self) -> Result<PieceSum, Trouble> {
-        while let Some(number) = self.taken.recv().await {
-            self.out.remove(&number);
-        }
-        std::future::pending().await
+        match self.lent.give_back().await {}
     }
 
     fn is_idle(&self) -> bool {
@@ -94,10 +82,7 @@ impl Outgoing for Offering {
     }
 
     fn blame(&self, error: &WorkerError) -> Blame {
-        Blame::certain(if matches!(error, WorkerError::NoSlot { .. }) && !self.out.is_empty() {
-            StreamFailure::Silent { peer: self.next_member.clone(), silence_ms: millis(self.silence) }
-        } else {
-            StreamFailure::Lost { peer: self.ring.me().clone(), cause: error.to_string() }
-        })
+        let lost = || StreamFailure::Lost { peer: self.ring.me().clone(), cause: error.to_string() };
+        self.lent.kept(error, self.silence).unwrap_or_else(|| Blame::certain(lost()))
     }
 }

@@ -5,33 +5,27 @@
 //! member may still read, which does no harm: its copy is not trusted. It never touches the communicator: a failed stream of copies leaves
 //! no rank in a collective.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
 use futures::future::{BoxFuture, try_join_all};
 use futures::stream::{FuturesOrdered, StreamExt};
-use tokio::sync::mpsc;
 
 use super::communicator::{Communicator, LocalRank, patience};
 use super::cut;
 use crate::Payload;
-use crate::outgoing::{Blame, Outgoing, OutgoingSink, Piece, PieceSum, Trouble};
-use crate::tcp::{Downstream, millis};
+use crate::outgoing::{Blame, Lent, Outgoing, OutgoingSink, Piece, PieceSum, Trouble};
+use crate::tcp::Downstream;
 use weightsync_core::protocol::worker::Part;
-use weightsync_core::protocol::{LentPiece, MemberName, StreamFailure};
+use weightsync_core::protocol::{MemberName, StreamFailure};
 use weightsync_gpu::worker::{Copy, Slot, Sums, WorkerError};
 
 pub(crate) struct Lending {
     communicator: Arc<Communicator>,
     local: LocalRank,
-    borrower: MemberName,
     silence: Duration,
-    /// Slots that the borrower may still read, by the numbers of their pieces.
-    out: BTreeMap<u32, Slot>,
-    taken: mpsc::UnboundedReceiver<u32>,
-    next: u32,
+    lent: Lent<Slot>,
     digests: FuturesOrdered<BoxFuture<'static, Result<PieceSum, WorkerError>>>,
 }
 
@@ -44,9 +38,8 @@ impl Lending {
         silence: Duration,
     ) -> Option<OutgoingSink<Self>> {
         let local = communicator.locals().first()?.clone();
-        let taken = chain.taken()?;
-        let (out, digests) = (BTreeMap::new(), FuturesOrdered::new());
-        Some(OutgoingSink::new(chain, Self { communicator, local, borrower, silence, out, taken, next: 0, digests }))
+        let lent = Lent::new(&mut chain, borrower)?;
+        Some(OutgoingSink::new(chain, Self { communicator, local, silence, lent, digests: FuturesOrdered::new() }))
     }
 }
 
@@ -84,11 +77,8 @@ impl Outgoing for Lending {
     }
 
     fn go(&mut self, chain: &mut Downstream, slot: Slot, piece: Piece) -> Option<PieceSum> {
-        let number = self.next;
-        self.next = self.next.wrapping_add(1);
-        chain.lent(LentPiece { number, slot: slot.index(), offset: piece.offset, bytes: piece.bytes });
         let (worker, at) = (self.local.worker.clone(), slot.at(0));
-        self.out.insert(number, slot);
+        self.lent.lend(chain, piece, slot.index(), slot);
         let part = Part { offset: 0, bytes: piece.bytes, first_word: piece.first_word() };
         let (within, _) = patience(self.silence);
         self.digests.push_back(Box::pin(async move {
@@ -99,13 +89,11 @@ impl Outgoing for Lending {
     }
 
     async fn progress(&mut self) -> Result<PieceSum, Trouble> {
-        loop {
-            tokio::select! {
-                biased;
-                failure = self.communicator.breaks() => return Err(Trouble::Failed(failure)),
-                Some(number) = self.taken.recv() => drop(self.out.remove(&number)),
-                Some(digested) = self.digests.next() => return digested.map_err(Trouble::Worker),
-            }
+        tokio::select! {
+            biased;
+            failure = self.communicator.breaks() => Err(Trouble::Failed(failure)),
+            never = self.lent.give_back() => match never {},
+            Some(digested) = self.digests.next() => digested.map_err(Trouble::Worker),
         }
     }
 
@@ -114,10 +102,7 @@ impl Outgoing for Lending {
     }
 
     fn blame(&self, error: &WorkerError) -> Blame {
-        if matches!(error, WorkerError::NoSlot { .. }) && !self.out.is_empty() {
-            return Blame::certain(StreamFailure::Silent { peer: self.borrower.clone(), silence_ms: millis(self.silence) });
-        }
-        let named = self.communicator.blame(error);
-        Blame::certain(named.unwrap_or_else(|| StreamFailure::Communicator { cause: error.to_string() }))
+        let named = || self.communicator.blame(error).unwrap_or_else(|| StreamFailure::Communicator { cause: error.to_string() });
+        self.lent.kept(error, self.silence).unwrap_or_else(|| Blame::certain(named()))
     }
 }

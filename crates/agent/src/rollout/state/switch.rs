@@ -121,8 +121,7 @@ impl<F: Archived> State<F> {
         self.machine.install_confirmed(held.clone(), report.start, proven_by, report.steps_ms);
         self.last = Some(held.clone());
         let (keep, limit) = self.kept_at_most();
-        let dropped = self.versions.installed(files, keep, limit);
-        self.effects.dropped.extend(dropped);
+        self.effects.dropped.extend(self.versions.installed(files, keep, limit));
         self.stop("it is installed");
     }
 
@@ -199,11 +198,9 @@ impl<F: Archived> State<F> {
         if let Some(installed) = &installed {
             self.refusals.took(installed);
             self.last = Some(installed.clone());
-            let (keep, limit) = self.kept_at_most();
-            let dropped = self.versions.proven(installed, keep, limit);
-            self.effects.dropped.extend(dropped);
         }
-        self.versions.settled();
+        let (keep, limit) = self.kept_at_most();
+        self.effects.dropped.extend(self.versions.settled(installed.as_ref(), keep, limit));
         installed
     }
 

@@ -91,14 +91,6 @@ impl<F: Archived> Versions<F> {
         self.keep(files, keep, limit)
     }
 
-    /// The engine holds what it was last switched to, as was found out later.
-    pub(super) fn proven(&mut self, held: &HeldVersion, keep: u32, limit: u64) -> Vec<Arc<F>> {
-        match self.to_prove.take().filter(|files| files.held() == held) {
-            Some(files) => self.keep(Some(&files), keep, limit),
-            None => Vec::new(),
-        }
-    }
-
     /// The switch ended, and the engine holds what it held before.
     pub(super) fn untouched(&mut self) {
         self.touched = None;
@@ -109,10 +101,14 @@ impl<F: Archived> Versions<F> {
         self.to_prove = files.cloned();
     }
 
-    /// It is known what the engine holds; none of what was to be proven.
-    pub(super) fn settled(&mut self) {
+    /// It was found out later that the engine holds this version, or none. Of files that are kept for it, what goes is answered, as by
+    /// [`installed`](Self::installed).
+    pub(super) fn settled(&mut self, held: Option<&HeldVersion>, keep: u32, limit: u64) -> Vec<Arc<F>> {
         self.touched = None;
-        self.to_prove = None;
+        match self.to_prove.take().filter(|files| Some(files.held()) == held) {
+            Some(files) => self.keep(Some(&files), keep, limit),
+            None => Vec::new(),
+        }
     }
 
     /// The earlier version that was not used for longest goes, to make room; `current`, which the group is at, goes last.
