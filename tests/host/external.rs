@@ -117,7 +117,9 @@ async fn rollout_killed_in_external_update_is_named_and_retried() {
             _ => None,
         })
         .await;
-    assert_eq!((reported.code, reported.retryable), (PublishErrorCode::NotEnoughReplicas, true), "{reported:?}");
+    // The trainer's agent sees the closed connection, or the next epoch comes first. Both name the pod.
+    assert!(matches!(reported.code, PublishErrorCode::NotEnoughReplicas | PublishErrorCode::Fenced), "{reported:?}");
+    assert!(reported.retryable, "{reported:?}");
     assert!(reported.message.contains("actor-1"), "{reported:?}");
     until("the survivor to be dirty", || async { world.replicas("dirty").await.contains(&"actor-0".to_owned()) }).await;
 
