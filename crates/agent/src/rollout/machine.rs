@@ -178,22 +178,11 @@ impl Machine {
     pub fn begin(&mut self, request: &BeginRequest, kept: &[HeldVersion]) -> Result<Opening, Refusal> {
         let update = &request.update;
         if let Some(attempt) = &self.attempt {
-            let same = attempt.update == *update;
-            if same && attempt.layout_digest != request.layout_digest {
+            if attempt.update == *update && attempt.layout_digest != request.layout_digest {
                 return Err(refusal(RefusalCode::LayoutMismatch, "a second begin of this attempt has another layout"));
             }
-            if same && attempt.stage != Stage::Refused {
-                return Ok(Opening::Known);
-            }
-            if matches!(attempt.stage, Stage::Installing(_)) {
-                return Ok(Opening::Busy);
-            }
-            if attempt.live() && attempt.update.epoch == update.epoch && attempt.update.version > update.version {
-                let newer = attempt.update.version;
-                return Err(refusal(
-                    RefusalCode::WrongPhase,
-                    format!("version {newer} is on its way, version {} comes too late", update.version),
-                ));
+            if let Some(opening) = attempt.before(update)? {
+                return Ok(opening);
             }
         }
         let wanted = request.manifest_digest.as_ref().map(|manifest| HeldVersion { version: update.version, manifest: manifest.clone() });
@@ -207,19 +196,11 @@ impl Machine {
         };
         let opening = stage == Stage::Opening;
         self.attempt = Some(Attempt {
-            update: update.clone(),
             layout_digest: request.layout_digest.clone(),
             feeding: request.feeding,
-            stage,
             bytes: if opening { 0 } else { request.layout.total_bytes },
             total_bytes: request.layout.total_bytes,
-            reason: None,
-            dirty: false,
-            refused: false,
-            repeats: false,
-            fed: false,
-            checksum: None,
-            steps_ms: Vec::new(),
+            ..Attempt::new(update.clone(), stage)
         });
         self.sequence += 1;
         Ok(if opening { Opening::Check } else { Opening::Known })

@@ -1,5 +1,6 @@
 //! One attempt of an update, and how far it is. Holds values; the machine decides what may follow.
 
+use super::Opening;
 use crate::group::refusal;
 use weightsync_core::protocol::{EngineChecksum, HeldVersion, InstallStep, Refusal, RefusalCode, UpdateId};
 
@@ -42,6 +43,40 @@ pub(super) struct Attempt {
 }
 
 impl Attempt {
+    /// One that nothing is known of but its stage.
+    pub(super) fn new(update: UpdateId, stage: Stage) -> Self {
+        Self {
+            update,
+            layout_digest: String::new(),
+            feeding: false,
+            stage,
+            bytes: 0,
+            total_bytes: 0,
+            reason: None,
+            dirty: false,
+            refused: false,
+            repeats: false,
+            fed: false,
+            checksum: None,
+            steps_ms: Vec::new(),
+        }
+    }
+
+    /// What the begin of an update means for this attempt, the last one: none when the update may take its place.
+    pub(super) fn before(&self, update: &UpdateId) -> Result<Option<Opening>, Refusal> {
+        if self.update == *update && self.stage != Stage::Refused {
+            return Ok(Some(Opening::Known));
+        }
+        if matches!(self.stage, Stage::Installing(_)) {
+            return Ok(Some(Opening::Busy));
+        }
+        if self.live() && self.update.epoch == update.epoch && self.update.version > update.version {
+            let message = format!("version {} is on its way, version {} comes too late", self.update.version, update.version);
+            return Err(refusal(RefusalCode::WrongPhase, message));
+        }
+        Ok(None)
+    }
+
     pub(super) fn live(&self) -> bool {
         !matches!(self.stage, Stage::Installed | Stage::Refused | Stage::Failed)
     }

@@ -12,18 +12,8 @@ impl Machine {
     /// Opens an update whose bytes no agent sees; [`Machine::opened`] follows when the engine is marked, or [`Machine::refused`].
     pub fn begin_external(&mut self, request: &ExternalBegin) -> Result<Opening, Refusal> {
         let update = &request.update;
-        if let Some(attempt) = &self.attempt {
-            if attempt.update == *update && attempt.stage != Stage::Refused {
-                return Ok(Opening::Known);
-            }
-            if matches!(attempt.stage, Stage::Installing(_)) {
-                return Ok(Opening::Busy);
-            }
-            if attempt.live() && attempt.update.epoch == update.epoch && attempt.update.version > update.version {
-                let newer = attempt.update.version;
-                let message = format!("version {newer} is on its way, version {} comes too late", update.version);
-                return Err(refusal(RefusalCode::WrongPhase, message));
-            }
+        if let Some(opening) = self.attempt.as_ref().map(|attempt| attempt.before(update)).transpose()?.flatten() {
+            return Ok(opening);
         }
         if let Some(installed) = self.installed.as_ref().map(|installed| &installed.held) {
             let held = &request.held;
@@ -36,21 +26,7 @@ impl Machine {
                 return Err(refusal(RefusalCode::VersionNotHigher, message));
             }
         }
-        self.attempt = Some(Attempt {
-            update: update.clone(),
-            layout_digest: String::new(),
-            feeding: false,
-            stage: Stage::Opening,
-            bytes: 0,
-            total_bytes: 0,
-            reason: None,
-            dirty: false,
-            refused: false,
-            repeats: false,
-            fed: false,
-            checksum: None,
-            steps_ms: Vec::new(),
-        });
+        self.attempt = Some(Attempt::new(update.clone(), Stage::Opening));
         self.sequence += 1;
         Ok(Opening::Check)
     }
