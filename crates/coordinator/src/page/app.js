@@ -163,7 +163,7 @@ function events(object) {
     make("tr", {},
       make("td", { class: "number" }, clock(event.at)),
       make("td", { class: event.warning ? "failed" : "" }, event.reason),
-      make("td", {}, shown(event.member)),
+      make("td", { class: "name" }, shown(event.member)),
       make("td", {}, event.message));
   return table("Last events", ["time", "reason", "member", "message"], object.events.map(row));
 }

@@ -66,7 +66,7 @@ impl Membership {
         };
         self.highest = self.highest.max(number);
         self.version = Some(target);
-        self.event(reason, format!("version {number} is served by at least {min_ready} replicas{before}"), None, false);
+        self.event(reason, format!("version {number} is served by enough replicas (minReady is {min_ready}){before}"), None, false);
     }
 
     /// Why the version in the spec is not delivered.

@@ -29,7 +29,7 @@ impl Membership {
         let reached = reached.map(|((version, manifest), _)| HeldVersion { version: *version, manifest: (*manifest).to_owned() });
         let highest = self.version.as_ref().map(|_| self.highest);
         if let Some(reached) = reached.filter(|reached| highest.is_none_or(|highest| reached.version > highest)) {
-            let message = format!("version {} is served by at least {min_ready} replicas", reached.version);
+            let message = format!("version {} is served by enough replicas (minReady is {min_ready})", reached.version);
             self.highest = reached.version;
             self.version = Some(reached);
             self.event(Reason::VersionReached, message, None, false);
