@@ -167,7 +167,12 @@ impl Rollout {
         }
         let facts = match self.read(|state| state.engine.facts().cloned()) {
             Some(facts) => facts,
-            None => self.probe(Duration::from_millis(request.deadline_ms / 2)).await?,
+            None => {
+                let limit = Duration::from_millis(request.deadline_ms / 2);
+                self.ask_engine(limit, limit).await?;
+                let facts = self.read(|state| state.engine.facts().cloned());
+                facts.ok_or_else(|| refusal(RefusalCode::EngineRefused, "the engine ended while it was asked what it is"))?
+            }
         };
         // What a start can do does not change: an engine that is still busy with the epoch before is not asked for it once more.
         let knows = facts.groups.as_ref().is_some_and(|groups| groups.why_not.is_empty());

@@ -12,7 +12,7 @@ use tokio_util::sync::CancellationToken;
 use super::Rollout;
 use super::state::State;
 use crate::group::{Standing, refusal};
-use weightsync_core::protocol::{Delivery, EngineFacts, HealthPolicy, KvCachePolicy, PausePolicy, Refusal, RefusalCode, UpdatePolicy};
+use weightsync_core::protocol::{Delivery, HealthPolicy, KvCachePolicy, PausePolicy, Refusal, RefusalCode, UpdatePolicy};
 use weightsync_engine::{EngineError, EngineStart, Health, Holding};
 
 /// How long a pause that an earlier life of this agent may have left is suffered while no group says who pauses.
@@ -71,7 +71,7 @@ impl Rollout {
 
     /// Asks the engine for its health now, and takes in what it says. A start that was not seen before is asked for its properties too,
     /// within `properties`; it counts as healthy once they are known, so that no group waits for them.
-    pub(super) async fn ask_engine(self: &Arc<Self>, deadline: Duration, properties: Duration) -> Result<(), Refusal> {
+    pub(super) async fn ask_engine(&self, deadline: Duration, properties: Duration) -> Result<(), Refusal> {
         let health = self.policy().health;
         match self.engine.health(deadline).await {
             Ok(Health { start, holding }) => {
@@ -86,10 +86,11 @@ impl Rollout {
                 if let Some(holding) = holding.filter(|_| answered.differs) {
                     tracing::warn!(%holding, "the engine holds another version than its agent recorded");
                 }
-                if answered.is_new {
-                    self.probe(properties).await?;
-                }
-                self.with(|state| state.engine.passed(&health, answered.is_first));
+                let facts = match answered.is_new {
+                    true => Some(self.engine.probe(properties).await.map_err(|error| self.ill(&health, &error, properties))?),
+                    false => None,
+                };
+                self.with(|state| state.engine.passed(&health, answered.is_first, facts.as_ref()));
                 Ok(())
             }
             Err(error) => Err(self.ill(&health, &error, deadline)),
@@ -110,17 +111,6 @@ impl Rollout {
         );
         tracing::warn!(reason, "the engine is wedged");
         self.with(|state| state.engine.stuck(reason));
-    }
-
-    /// Asks the engine what it is and can do.
-    pub(super) async fn probe(&self, deadline: Duration) -> Result<EngineFacts, Refusal> {
-        match self.engine.probe(deadline).await {
-            Ok(facts) => {
-                self.with(|state| state.engine.learn(&facts));
-                Ok(facts)
-            }
-            Err(error) => Err(self.ill(&self.policy().health, &error, deadline)),
-        }
     }
 
     /// The engine sleeps, and not because of us: certain at once, and over when it wakes.

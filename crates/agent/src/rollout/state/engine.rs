@@ -94,12 +94,6 @@ impl EngineHealth {
         self.reason.clone().filter(|_| self.unhealthy())
     }
 
-    /// It answered what it is and can do.
-    pub(in crate::rollout) fn learn(&mut self, facts: &EngineFacts) {
-        self.facts = Some(facts.clone());
-        self.probed = true;
-    }
-
     /// It answered whether it can join a group.
     pub(in crate::rollout) fn learn_groups(&mut self, groups: GroupFacts) {
         if let Some(known) = &mut self.facts {
@@ -107,10 +101,15 @@ impl EngineHealth {
         }
     }
 
-    /// It passed a probe, and its properties are known. `first`: the first answer of the first start that was seen.
-    pub(in crate::rollout) fn passed(&mut self, policy: &HealthPolicy, first: bool) {
+    /// It passed a probe. `first`: the first answer of the first start that was seen. `facts`: its properties, if it was asked for them. Both
+    /// are one event: an engine whose properties are known and whose health is not would count as one that fails its probes.
+    pub(in crate::rollout) fn passed(&mut self, policy: &HealthPolicy, first: bool, facts: Option<&EngineFacts>) {
         if self.ended {
             return;
+        }
+        if let Some(facts) = facts {
+            self.facts = Some(facts.clone());
+            self.probed = true;
         }
         self.failures = 0;
         (self.unreachable, self.wedged) = (false, false);

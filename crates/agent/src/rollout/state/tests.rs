@@ -5,7 +5,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::rollout::machine::{Activating, Opening};
 use crate::tests::machine::{begin, finish, held, id, start};
-use weightsync_core::protocol::{HealthPolicy, KvCachePolicy, PausePolicy, ProvenBy, Version};
+use weightsync_core::protocol::{EngineFacts, HealthPolicy, KvCachePolicy, PausePolicy, ProvenBy, Version};
 use weightsync_engine::{EngineError, Holding, InstallError, InstallReport, Left, Settled};
 
 const LIMIT: Duration = Duration::from_secs(60);
@@ -53,7 +53,7 @@ fn refused() -> EngineError {
 fn healthy() -> State<Files> {
     let mut state = State::default();
     state.engine_answered(start(1), None);
-    state.engine.passed(&HEALTH, true);
+    state.engine.passed(&HEALTH, true, None);
     state
 }
 
@@ -180,10 +180,36 @@ fn engine_that_fails_probes_is_unhealthy_at_the_threshold() {
     assert_eq!(state.engine_failed(&HEALTH, "no answer", false), None);
     assert!(!state.engine.unhealthy());
     assert_eq!(state.engine_failed(&HEALTH, "no answer", false), Some(2));
-    state.engine.passed(&HEALTH, false);
+    state.engine.passed(&HEALTH, false, None);
     assert!(state.engine.unhealthy() && state.ill().as_deref() == Some("no answer"));
-    state.engine.passed(&HEALTH, false);
+    state.engine.passed(&HEALTH, false, None);
     assert!(!state.engine.unhealthy() && state.ill().is_none());
+}
+
+#[test]
+fn engine_is_known_when_its_first_answer_counts_and_not_before() {
+    let mut state: State<Files> = State::default();
+    let answered = state.engine_answered(start(1), None);
+    assert!(answered.is_new && answered.is_first);
+    let mut facts = Facts::default();
+    state.show(&mut facts, None);
+    assert_eq!((facts.engine, facts.healthy, facts.reason), (None, false, None), "it was not asked yet");
+    let known = EngineFacts {
+        kind: "test".into(),
+        server_version: "1".into(),
+        size: 1,
+        url: "http://engine".into(),
+        delivery: "files".into(),
+        answer_version: "none".into(),
+        unchecked: None,
+        model_bytes: None,
+        groups: None,
+    };
+    state.engine.passed(&HEALTH, answered.is_first, Some(&known));
+    let mut facts = Facts::default();
+    state.show(&mut facts, None);
+    assert_eq!((facts.engine, facts.healthy), (Some(known), true));
+    assert!(!state.engine_answered(start(1), None).is_new);
 }
 
 #[test]
@@ -203,7 +229,7 @@ fn engine_being_switched_is_not_judged() {
 fn process_that_ended_is_not_healed_by_an_answer() {
     let mut state = healthy();
     state.engine_ended("exit code 1");
-    state.engine.passed(&HEALTH, true);
+    state.engine.passed(&HEALTH, true, None);
     assert!(state.engine.unhealthy() && state.engine.gone());
     assert_eq!(state.ill().as_deref(), Some("exit code 1"));
 }
@@ -330,7 +356,7 @@ proptest! {
                 }
                 Happens::PutBack(false) => state.put_back_tried(at(seconds)),
                 Happens::OwesAnswer(version) => state.token_failed(&held(version, "m"), Left::Mixture, "no token", at(seconds)),
-                Happens::Probe(true) => state.engine.passed(&HEALTH, false),
+                Happens::Probe(true) => state.engine.passed(&HEALTH, false, None),
                 Happens::Probe(false) => drop(state.engine_failed(&HEALTH, "no answer", false)),
                 Happens::EpochOver => state.epoch_over("the epoch is over"),
             }
