@@ -4,7 +4,7 @@
 #[cfg(test)]
 mod tests;
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ use kube::Client;
 use kube::runtime::events::{Event, EventType, Recorder, Reporter};
 use parking_lot::Mutex;
 use tokio::sync::Notify;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout};
 
 use super::metrics::ControllerMetrics;
 use weightsync_coordinator::page::RecentEvents;
@@ -30,6 +30,10 @@ const AT_ONCE: usize = 8;
 /// Longest note in bytes that the API server accepts.
 const NOTE: usize = 1024;
 const DEADLINE: Duration = Duration::from_secs(5);
+/// For so long a recorder joins an Event to an earlier one (kube 5.0; read).
+const JOINED: Duration = Duration::from_secs(6 * 60);
+/// Most notes that have a recorder.
+const NOTES: usize = 1024;
 
 struct Reported {
     regarding: ObjectReference,
@@ -99,17 +103,44 @@ impl Queue {
     }
 }
 
+/// One recorder for each note. A recorder joins Events of one reason and one pod to a series with the note of the first (kube 5.0; read): the
+/// second cause would not be visible.
+struct Recorders {
+    client: Client,
+    reporter: Reporter,
+    by_note: Mutex<HashMap<String, (Recorder, Instant)>>,
+}
+
+impl Recorders {
+    fn of(&self, note: &str) -> Recorder {
+        let mut by_note = self.by_note.lock();
+        let now = Instant::now();
+        if by_note.len() >= NOTES {
+            by_note.retain(|_, (_, used)| now.duration_since(*used) < JOINED);
+        }
+        if by_note.len() >= NOTES {
+            // The cost is an Event where a series would have done.
+            by_note.clear();
+        }
+        let new = || (Recorder::new(self.client.clone(), self.reporter.clone()), now);
+        let (recorder, used) = by_note.entry(note.to_owned()).or_insert_with(new);
+        *used = now;
+        recorder.clone()
+    }
+}
+
 impl Events {
     /// Starts publishing; ends when the last clone is dropped.
     pub(super) fn start(client: Client, instance: String, metrics: ControllerMetrics) -> Self {
         let queue = Arc::<Queue>::default();
         let lost = metrics.events_lost.clone();
-        let recorder = Recorder::new(client, Reporter { controller: REPORTER.to_owned(), instance: Some(instance) });
+        let reporter = Reporter { controller: REPORTER.to_owned(), instance: Some(instance) };
+        let recorders = Arc::new(Recorders { client, reporter, by_note: Mutex::default() });
         let waiting = futures::stream::unfold(queue.clone(), |queue| async move { Some((queue.next().await?, queue)) });
         let publishing = waiting.for_each_concurrent(AT_ONCE, move |reported| {
-            let (recorder, lost) = (recorder.clone(), lost.clone());
+            let (recorders, lost) = (recorders.clone(), lost.clone());
             async move {
-                if !publish(&recorder, reported).await {
+                if !publish(&recorders, reported).await {
                     lost.inc();
                 }
             }
@@ -124,16 +155,12 @@ impl Events {
     }
 }
 
-async fn publish(recorder: &Recorder, reported: Reported) -> bool {
+async fn publish(recorders: &Recorders, reported: Reported) -> bool {
     let Reported { regarding, related, event } = reported;
     let type_ = if event.warning { EventType::Warning } else { EventType::Normal };
-    let event = Event {
-        type_,
-        reason: event.reason.to_string(),
-        note: Some(cut(&note(&event), NOTE)),
-        action: "Coordinate".to_owned(),
-        secondary: related,
-    };
+    let note = cut(&note(&event), NOTE);
+    let recorder = recorders.of(&note);
+    let event = Event { type_, reason: event.reason.to_string(), note: Some(note), action: "Coordinate".to_owned(), secondary: related };
     match timeout(DEADLINE, recorder.publish(&event, &regarding)).await {
         Ok(Ok(())) => return true,
         Ok(Err(error)) => tracing::warn!(%error, reason = event.reason, "an Event was lost"),

@@ -1,6 +1,6 @@
 //! The controller: its decisions by tables, and the whole of it against an API server in memory and agents that are fake.
 
-mod api_server;
+pub(super) mod api_server;
 mod browser;
 mod chart;
 mod decisions;

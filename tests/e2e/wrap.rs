@@ -44,6 +44,9 @@ async fn wrapped_pods_take_part_and_restarted_engine_is_fed() {
             let ended = statuses.filter_map(|status| status.last_state.as_ref()?.terminated.as_ref()).map(|state| state.exit_code);
             if ended.clone().any(|code| code == 1) { Ok(()) } else { Err(describe(pod)) }
         };
+        // Both groups are visible, though their Events differ in the note alone.
+        cluster.await_event(&["GroupFormed"], MINUTE, |note| note.contains("3 members")).await;
+        cluster.await_event(&["GroupFormed"], MINUTE, |note| note.contains("2 members") && note.contains("sim-1")).await;
         cluster.await_pod("sim-1", "its container ended with the engine's exit code", MINUTE, restarted).await;
         // The new engine started with the base checkpoint: it is ready when it holds version 1, and not before.
         cluster.await_version("run", 1, 2, START).await;

@@ -1,5 +1,10 @@
+use serde_json::{Value, json};
+use weightsync_coordinator::page::RecentEvents;
+use weightsync_core::protocol::{MemberName, Reason};
+use weightsync_net::metrics::Metrics;
+
+use super::super::tests::api_server::ApiServer;
 use super::*;
-use weightsync_core::protocol::Reason;
 
 fn lost(number: usize) -> Reported {
     let event = CoordinatorEvent { reason: Reason::AgentLost, message: number.to_string(), member: None, warning: true };
@@ -18,4 +23,29 @@ async fn full_queue_drops_the_oldest_event_and_keeps_the_newest() {
     }
     assert_eq!((kept.len(), kept.first().unwrap().as_str()), (QUEUE, "3"));
     assert_eq!(kept.last().unwrap(), &(QUEUE + 2).to_string());
+}
+
+#[tokio::test]
+async fn second_cause_of_a_reason_is_visible_and_a_repeated_one_counts() {
+    let api = ApiServer::new();
+    let events = Events::start(api.client(), "controller-0".into(), ControllerMetrics::new(&Metrics::default()));
+    let object = ObjectReference { namespace: Some("team".into()), name: Some("run".into()), ..ObjectReference::default() };
+    let sender = events.of(object, RecentEvents::default());
+    let published = || api.all("events");
+    for (number, cause) in ["no answer", "exit status: 1", "no answer"].into_iter().enumerate() {
+        let member = Some(MemberName("actors/sim-1".into()));
+        sender.publish(CoordinatorEvent { reason: Reason::EngineUnhealthy, message: cause.into(), member, warning: true });
+        // Each before the next one: they are published side by side.
+        let calls = || api.calls("create", "events") + api.calls("patch", "events");
+        tokio::time::timeout(DEADLINE, async {
+            while calls() <= number {
+                tokio::task::yield_now().await
+            }
+        })
+        .await
+        .unwrap();
+    }
+    let mut seen: Vec<(Value, Value)> = published().iter().map(|event| (event["note"].clone(), event["series"]["count"].clone())).collect();
+    seen.sort_by_key(|(note, _)| note.to_string());
+    assert_eq!(seen, [(json!("actors/sim-1: exit status: 1"), json!(null)), (json!("actors/sim-1: no answer"), json!(2))]);
 }
