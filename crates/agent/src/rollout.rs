@@ -165,15 +165,13 @@ impl Rollout {
         if let Some(reason) = self.read(State::ill) {
             return Err(refusal(RefusalCode::EngineRefused, reason));
         }
-        let facts = match self.read(|state| state.engine.facts().cloned()) {
-            Some(facts) => facts,
-            None => {
-                let limit = Duration::from_millis(request.deadline_ms / 2);
-                self.ask_engine(limit, limit).await?;
-                let facts = self.read(|state| state.engine.facts().cloned());
-                facts.ok_or_else(|| refusal(RefusalCode::EngineRefused, "the engine ended while it was asked what it is"))?
-            }
-        };
+        let known = || self.read(|state| state.engine.facts().cloned());
+        if known().is_none() {
+            let limit = Duration::from_millis(request.deadline_ms / 2);
+            self.ask_engine(limit, limit).await?;
+        }
+        let ended = || refusal(RefusalCode::EngineRefused, "the engine ended while it was asked what it is");
+        let facts = known().ok_or_else(ended)?;
         // What a start can do does not change: an engine that is still busy with the epoch before is not asked for it once more.
         let knows = facts.groups.as_ref().is_some_and(|groups| groups.why_not.is_empty());
         if policy.delivery == Delivery::Engine && !knows {

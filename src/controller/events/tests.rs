@@ -26,7 +26,7 @@ async fn full_queue_drops_the_oldest_event_and_keeps_the_newest() {
 }
 
 #[tokio::test]
-async fn second_cause_of_a_reason_is_visible_and_a_repeated_one_counts() {
+async fn second_cause_of_a_reason_is_an_event_of_its_own() {
     let api = ApiServer::new();
     let events = Events::start(api.client(), "controller-0".into(), ControllerMetrics::new(&Metrics::default()));
     let object = ObjectReference { namespace: Some("team".into()), name: Some("run".into()), ..ObjectReference::default() };
@@ -39,7 +39,7 @@ async fn second_cause_of_a_reason_is_visible_and_a_repeated_one_counts() {
         let calls = || api.calls("create", "events") + api.calls("patch", "events");
         tokio::time::timeout(DEADLINE, async {
             while calls() <= number {
-                tokio::task::yield_now().await
+                tokio::task::yield_now().await;
             }
         })
         .await

@@ -86,9 +86,10 @@ impl Rollout {
                 if let Some(holding) = holding.filter(|_| answered.differs) {
                     tracing::warn!(%holding, "the engine holds another version than its agent recorded");
                 }
-                let facts = match answered.is_new {
-                    true => Some(self.engine.probe(properties).await.map_err(|error| self.ill(&health, &error, properties))?),
-                    false => None,
+                let facts = if answered.is_new {
+                    Some(self.engine.probe(properties).await.map_err(|error| self.ill(&health, &error, properties))?)
+                } else {
+                    None
                 };
                 self.with(|state| state.engine.passed(&health, answered.is_first, facts.as_ref()));
                 Ok(())
