@@ -63,9 +63,10 @@ async fn engine_with_503_or_silence_leaves_and_rejoins() {
         group(&cluster, 2).await;
         let mut epoch = cluster.status("run").await["epoch"].as_u64().unwrap();
         let answer = json!({"kind": "answer", "status": 503, "body": {"detail": "Service Unavailable"}});
-        for fault in [answer, json!({"kind": "hang"})] {
+        for (fault, answers) in [(answer, true), (json!({"kind": "hang"}), false)] {
             faults(&cluster, "sim-1", &json!({"rules": [{"path": "*", "fault": fault}]})).await;
-            cluster.await_event(&["EngineUnhealthy"], MINUTE, |note| note.contains("sim-1")).await;
+            // The second cause is visible next to the first.
+            cluster.await_event(&["EngineUnhealthy"], MINUTE, |note| note.contains("sim-1") && note.contains("503") == answers).await;
             epoch = cluster
                 .await_status("run", "the sick replica left", MINUTE, |status| {
                     let now = status["epoch"].as_u64().unwrap_or(0);
