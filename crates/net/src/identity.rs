@@ -23,7 +23,7 @@ use rustls::client::{ResolvesClientCert, Resumption, WebPkiServerVerifier};
 use rustls::crypto::CryptoProvider;
 use rustls::server::{ClientHello, ResolvesServerCert, WebPkiClientVerifier};
 use rustls::sign::CertifiedKey;
-use rustls::{CipherSuite, ClientConfig, RootCertStore, ServerConfig, SignatureScheme};
+use rustls::{ClientConfig, RootCertStore, ServerConfig, SignatureScheme};
 use rustls_pki_types::pem::PemObject;
 use rustls_pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer, ServerName, UnixTime};
 
@@ -94,7 +94,7 @@ impl Identity {
         Ok(Self(Arc::new(Shared {
             key: KeyPair::generate()?,
             roots: Arc::new(roots),
-            provider: Arc::new(provider()),
+            provider: Arc::new(rustls::crypto::ring::default_provider()),
             current: RwLock::new(None),
         })))
     }
@@ -169,14 +169,6 @@ impl Identity {
         config.resumption = Resumption::disabled();
         Ok(config)
     }
-}
-
-/// The algorithms of ring. AES with 128 bits comes first: all bytes of a version pass through it, and 256 bits (rustls' first choice) take
-/// longer.
-fn provider() -> CryptoProvider {
-    let mut provider = rustls::crypto::ring::default_provider();
-    provider.cipher_suites.sort_by_key(|suite| suite.suite() != CipherSuite::TLS13_AES_128_GCM_SHA256);
-    provider
 }
 
 impl Shared {

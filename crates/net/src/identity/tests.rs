@@ -2,10 +2,9 @@
 
 use std::time::Duration;
 
-use rustls::{CipherSuite, ClientConnection, ServerConnection};
 use time::OffsetDateTime;
 
-use super::{Ca, ClientCertificates, Identity, IdentityError, PeerIdentity, StatementError};
+use super::{Ca, Identity, IdentityError, PeerIdentity, StatementError};
 use weightsync_core::protocol::{HeldVersion, Role, Statement};
 
 const HOUR: Duration = Duration::from_secs(3600);
@@ -153,23 +152,4 @@ fn only_the_controllers_certificate_has_its_services_name() {
         let has = names.value.general_names.contains(&x509_parser::extensions::GeneralName::DNSName(service));
         assert_eq!(has, expected, "{who:?}");
     }
-}
-
-#[test]
-fn two_members_encrypt_with_aes_of_128_bits() {
-    let who = agent("ws-1", "pod-1");
-    let identity = Ca::generate().unwrap().issue(&who, HOUR).unwrap();
-    let mut server = ServerConnection::new(identity.server_config(ClientCertificates::Required).unwrap()).unwrap();
-    let mut client = ClientConnection::new(identity.client_config().unwrap().into(), who.dns_name().try_into().unwrap()).unwrap();
-    while client.is_handshaking() || server.is_handshaking() {
-        let (mut to_server, mut to_client) = (Vec::new(), Vec::new());
-        client.write_tls(&mut to_server).unwrap();
-        server.read_tls(&mut to_server.as_slice()).unwrap();
-        server.process_new_packets().unwrap();
-        server.write_tls(&mut to_client).unwrap();
-        client.read_tls(&mut to_client.as_slice()).unwrap();
-        client.process_new_packets().unwrap();
-    }
-    let suite = client.negotiated_cipher_suite().unwrap().suite();
-    assert_eq!(suite, CipherSuite::TLS13_AES_128_GCM_SHA256);
 }
