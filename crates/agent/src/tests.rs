@@ -5,7 +5,7 @@ mod announcing;
 mod canary;
 mod corrupting;
 mod doors;
-mod engine;
+pub(crate) mod engine;
 mod epochs;
 mod external;
 mod feeding;

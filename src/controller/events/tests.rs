@@ -31,7 +31,6 @@ async fn second_cause_of_a_reason_is_an_event_of_its_own() {
     let events = Events::start(api.client(), "controller-0".into(), ControllerMetrics::new(&Metrics::default()));
     let object = ObjectReference { namespace: Some("team".into()), name: Some("run".into()), ..ObjectReference::default() };
     let sender = events.of(object, RecentEvents::default());
-    let published = || api.all("events");
     for (number, cause) in ["no answer", "exit status: 1", "no answer"].into_iter().enumerate() {
         let member = Some(MemberName("actors/sim-1".into()));
         sender.publish(CoordinatorEvent { reason: Reason::EngineUnhealthy, message: cause.into(), member, warning: true });
@@ -45,7 +44,8 @@ async fn second_cause_of_a_reason_is_an_event_of_its_own() {
         .await
         .unwrap();
     }
-    let mut seen: Vec<(Value, Value)> = published().iter().map(|event| (event["note"].clone(), event["series"]["count"].clone())).collect();
+    let mut seen: Vec<(Value, Value)> =
+        api.all("events").iter().map(|event| (event["note"].clone(), event["series"]["count"].clone())).collect();
     seen.sort_by_key(|(note, _)| note.to_string());
     assert_eq!(seen, [(json!("actors/sim-1: exit status: 1"), json!(null)), (json!("actors/sim-1: no answer"), json!(2))]);
 }

@@ -135,17 +135,7 @@ impl Engine for TestEngine {
         if slow > deadline {
             return Err(EngineError::Timeout { url: "http://engine".into(), deadline });
         }
-        Ok(EngineFacts {
-            kind: "test".into(),
-            server_version: "1".into(),
-            size: 1,
-            url: "http://engine".into(),
-            delivery: "files".into(),
-            answer_version: "none".into(),
-            unchecked: None,
-            model_bytes: None,
-            groups: None,
-        })
+        Ok(facts())
     }
 
     fn accepts(&self, _pause: PausePolicy, _kv_cache: KvCachePolicy) -> Result<(), EngineError> {
@@ -285,5 +275,20 @@ impl Engine for TestEngine {
             (None, Some(held)) => Holding::Version(held.clone()),
             (None, None) => Holding::Startup,
         }))
+    }
+}
+
+/// What an engine of the tests says that it is.
+pub fn facts() -> EngineFacts {
+    EngineFacts {
+        kind: "test".into(),
+        server_version: "1".into(),
+        size: 1,
+        url: "http://engine".into(),
+        delivery: "files".into(),
+        answer_version: "none".into(),
+        unchecked: None,
+        model_bytes: None,
+        groups: None,
     }
 }

@@ -12,7 +12,9 @@ impl Machine {
     /// Opens an update whose bytes no agent sees; [`Machine::opened`] follows when the engine is marked, or [`Machine::refused`].
     pub fn begin_external(&mut self, request: &ExternalBegin) -> Result<Opening, Refusal> {
         let update = &request.update;
-        if let Some(opening) = self.attempt.as_ref().map(|attempt| attempt.before(update)).transpose()?.flatten() {
+        if let Some(attempt) = &self.attempt
+            && let Some(opening) = attempt.before(update)?
+        {
             return Ok(opening);
         }
         if let Some(installed) = self.installed.as_ref().map(|installed| &installed.held) {

@@ -5,7 +5,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::rollout::machine::{Activating, Opening};
 use crate::tests::machine::{begin, finish, held, id, start};
-use weightsync_core::protocol::{EngineFacts, HealthPolicy, KvCachePolicy, PausePolicy, ProvenBy, Version};
+use weightsync_core::protocol::{HealthPolicy, KvCachePolicy, PausePolicy, ProvenBy, Version};
 use weightsync_engine::{EngineError, Holding, InstallError, InstallReport, Left, Settled};
 
 const LIMIT: Duration = Duration::from_secs(60);
@@ -194,17 +194,7 @@ fn engine_is_known_when_its_first_answer_counts_and_not_before() {
     let mut facts = Facts::default();
     state.show(&mut facts, None);
     assert_eq!((facts.engine, facts.healthy, facts.reason), (None, false, None), "it was not asked yet");
-    let known = EngineFacts {
-        kind: "test".into(),
-        server_version: "1".into(),
-        size: 1,
-        url: "http://engine".into(),
-        delivery: "files".into(),
-        answer_version: "none".into(),
-        unchecked: None,
-        model_bytes: None,
-        groups: None,
-    };
+    let known = crate::tests::engine::facts();
     state.engine.passed(&HEALTH, answered.is_first, Some(&known));
     let mut facts = Facts::default();
     state.show(&mut facts, None);
