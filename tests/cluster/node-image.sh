@@ -15,14 +15,13 @@ if [ ! -e "$image/.complete" ]; then
   KUBERNETES=$(module kubernetes)
   ETCD=$(module etcd)
   COREDNS=$(module coredns)
-  PROVISIONER=$(module local-path-provisioner)
   CONTAINERD=$(module containerd)
   RUNC=$(module runc)
   CRICTL=$(module crictl)
   CNI=$(module cni-plugins)
   ROOTFS=$WEIGHTSYNC_CACHE/rootfs-$(key recipes/rootfs.sh)
   IMAGES=$WEIGHTSYNC_CACHE/system-images-$recipe
-  export KIND_SOURCE KUBERNETES ETCD COREDNS PROVISIONER CONTAINERD RUNC CRICTL CNI IMAGES
+  export KIND_SOURCE KUBERNETES ETCD COREDNS CONTAINERD RUNC CRICTL CNI IMAGES
   once "$ROOTFS" "$here/recipes/rootfs.sh"
   export ROOTFS=$ROOTFS/tree
   once "$IMAGES" "$here/recipes/system-images.sh"

@@ -53,8 +53,7 @@ rm -f "$node"/usr/lib/sysctl.d/{99-protect-links,50-pid-max}.conf
 "$KUBERNETES/kubeadm" version -o short | tr -d '\n' >"$node/kind/version"
 kindnetd=$(grep -oE 'docker.io/kindest/kindnetd:[^"]*' "$KIND_SOURCE/pkg/build/nodeimage/const_cni.go")
 sed "s#KINDNETD_IMAGE#$kindnetd#" "$here/node/default-cni.yaml" >"$node/kind/manifests/default-cni.yaml"
-"$here/node/storage-manifest.py" "$KIND_SOURCE/pkg/build/nodeimage/const_storage.go" \
-  >"$node/kind/manifests/default-storage.yaml"
+cp "$here/node/default-storage.yaml" "$node/kind/manifests/"
 
 # The images go into the node's content store by a containerd of our own, not unpacked, as kind does it.
 scratch=$(mktemp -d)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # recipes/system-images.sh DIR: image archives, under the names that kubeadm and kind's manifests ask for, in DIR.
-# Wants ROOTFS, KUBERNETES, ETCD, COREDNS, PROVISIONER and KIND_SOURCE: folders that node-image.sh names.
+# Wants ROOTFS, KUBERNETES, ETCD, COREDNS and KIND_SOURCE: folders that node-image.sh names.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh"
 dir=$1
@@ -27,7 +27,6 @@ for program in kube-apiserver kube-controller-manager kube-scheduler; do
 done
 program_image "$(kubeadm_name etcd)" "$ETCD/etcd"
 program_image "$(kubeadm_name coredns)" "$COREDNS/coredns" --entrypoint '["/usr/local/bin/coredns"]'
-program_image "$(kind_name local-path-provisioner)" "$PROVISIONER/local-path-provisioner"
 
 mkdir "$trees/pause"
 gcc -static -Os -s -o "$trees/pause/pause" "$here/node/pause.c"
@@ -35,9 +34,7 @@ sandbox=$(awk -F'"' '/sandbox_image/ {print $2}' "$KIND_SOURCE/images/base/files
 "$here/image.py" "$sandbox" "$dir/pause.tar" "$trees/pause" --entrypoint '["/pause"]'
 
 busybox_tree "$trees/busybox"
-for name in kindnetd local-path-helper; do
-  "$here/image.py" "$(kind_name $name)" "$dir/$name.tar" "$trees/busybox"
-done
+"$here/image.py" "$(kind_name kindnetd)" "$dir/kindnetd.tar" "$trees/busybox"
 
 # kube-proxy writes its rules with the iptables, nft and conntrack programs: they come out of the node's root file
 # system, with the libraries they load.
