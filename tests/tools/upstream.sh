@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run a framework's own classes against WeightSync, from its wheel or checkout, on a CPU.
 #
-#   tests/tools/upstream.sh trl             TRL's AsyncGRPOTrainer and GRPOTrainer
+#   tests/tools/upstream.sh trl             TRL's AsyncGRPOTrainer and GRPOTrainer, and PEFT's adapters
 #   tests/tools/upstream.sh trl-grpo        examples/trl-grpo: TRL's GRPOTrainer and two vLLM servers, one of which is killed
 #   tests/tools/upstream.sh verl            verl's manager and worker groups, with Ray
 #   tests/tools/upstream.sh vllm            vLLM's trainer interface, and its server fed by us: the Python of a wheel for GPUs, over the kernels of
@@ -59,16 +59,16 @@ checkout() {
 
 case $framework in
 trl | trl-grpo)
-  test=upstream/trl_trainers.py
-  [ "$framework" = trl ] || test=upstream/trl_example.py
+  test=(upstream/trl_trainers.py upstream/peft_adapters.py)
+  [ "$framework" = trl ] || test=(upstream/trl_example.py)
   VERSION=${VERSION:-1.16.0}
   framework=trl
-  python=$(layer trl=="$VERSION" accelerate==1.15.0 datasets==5.2.0 matplotlib==3.11.2)
+  python=$(layer trl=="$VERSION" accelerate==1.15.0 datasets==5.2.0 matplotlib==3.11.2 peft==0.21.2)
   ;;
 verl)
   VERSION=${VERSION:-0.9.1}
   python=$(layer verl=="$VERSION" ray==2.60.0)
-  test=upstream/verl_manager.py
+  test=(upstream/verl_manager.py)
   ;;
 vllm)
   VERSION=${VERSION:-0.33.0}
@@ -93,7 +93,7 @@ vllm)
     printf "%s\n" "#!/bin/sh" "exec $dir/venv/bin/python -m vllm.entrypoints.cli.main \"\$@\"" >bin/vllm
     chmod 755 bin/vllm' "$venv" "$VERSION"
   python=$dir/venv/bin/python
-  test=test_vllm_trainer.py
+  test=(test_vllm_trainer.py)
   engine=$dir/venv
   ;;
 skyrl)
@@ -105,7 +105,7 @@ skyrl)
   echo 'import typing, typing_extensions; typing.TypedDict = typing_extensions.TypedDict' \
     >"$(dirname "$python")/../lib/python3.11/site-packages/typeddict.pth"
   path=$path:$(realpath "$tests/upstream/stand_ins")
-  test=upstream/skyrl_trainer.py
+  test=(upstream/skyrl_trainer.py)
   ;;
 areal)
   VERSION=${VERSION:-1.0.4}
@@ -114,23 +114,23 @@ areal)
     pandas pebble python-dotenv setproctitle swanboard swanlab tabulate tenacity tensorboardX torchdata trackio uvloop wandb zstandard \
     -- areal=="$VERSION")
   path=$path:$(realpath "$tests/upstream/stand_ins")
-  test=upstream/areal_engine.py
+  test=(upstream/areal_engine.py)
   ;;
 xtuner)
   checkout "${2:?$usage}"
   python=$(layer ray==2.60.0 cyclopts==5.5.2 mmengine==0.10.7 more-itertools datasets==5.2.0)
-  test=upstream/xtuner_updater.py
+  test=(upstream/xtuner_updater.py)
   ;;
 slime)
   checkout "${2:?$usage}"
   python=$(layer ray==2.60.0)
-  test=upstream/slime_disk.py
+  test=(upstream/slime_disk.py)
   ;;
 prime-rl)
   checkout "${2:?$usage}" src packages/prime-rl-configs/src
   python=$(layer verifiers==0.4.0 renderers==0.1.12 prime-pydantic-config==0.4.3 beartype datasets jaxtyping spmd-types tenacity torchdata \
     tensorboard==2.19.0 tyro "wandb>=0.26" -- modelexpress==0.3.0 torchtitan==0.1.0)
-  test=upstream/prime_rl_orchestrator.py
+  test=(upstream/prime_rl_orchestrator.py)
   ;;
 *)
   die "$usage"
@@ -142,8 +142,8 @@ esac
 }
 echo "$framework: $VERSION"
 export PYTHONPATH=$path HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TRL_EXPERIMENTAL_SILENCE=1
-[ -n "$engine" ] || exec "$python" -m pytest -q "$tests/$test"
-"$python" -m pytest -q "$tests/$test" "$tests/test_vllm_refused.py"
+[ -n "$engine" ] || exec "$python" -m pytest -q "${test[@]/#/$tests/}"
+"$python" -m pytest -q "${test[@]/#/$tests/}" "$tests/test_vllm_refused.py"
 # Servers of that release, fed by the agent's own code.
 cd "$here/../.."
 WEIGHTSYNC_VENV=$engine WEIGHTSYNC_ENGINE_CODE=$(tests/tools/engine-code.sh) exec cargo test --locked --workspace --test engine -- --test-threads=1 \

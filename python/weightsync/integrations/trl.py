@@ -19,6 +19,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from .._adapters import is_adapted, merged
 from .._source import Meta, Source
 from .._supported import check
 from .._tensors import describe
@@ -86,7 +87,8 @@ class WeightSyncCallback(TrainerCallback):
         """Has the trainer's `vllm_generation.sync_weights` publish instead of moving weights itself.
 
         Make the trainer within `without_communicator`: its constructor forms TRL's own group with the server otherwise.
-        The names are those that TRL gives to vLLM (`_iter_named_params`, TRL 1.16: FSDP, DeepSpeed and PEFT are its business).
+        The names are those that TRL gives to vLLM (`_iter_named_params`, TRL 1.16: FSDP and DeepSpeed are its business). A model with
+        adapters is merged apart from the trainer's: TRL merges in place, which changes the frozen weights.
         """
         generation = trainer.vllm_generation
         if getattr(generation, "mode", "server") != "server":
@@ -96,6 +98,9 @@ class WeightSyncCallback(TrainerCallback):
 
         def sync_weights() -> None:
             self._ready()
+            if is_adapted(trainer.model):
+                self._publish(int(trainer.state.global_step), lambda: merged(trainer.model))
+                return
             if not metas:
                 # TRL walks its parameters once for the list, too.
                 metas.extend(Meta(name, *_described(tensor)) for name, tensor in generation._iter_named_params())
@@ -111,8 +116,8 @@ class WeightSyncCallback(TrainerCallback):
     def _source(self, model: Any) -> Source:
         if model is None:
             raise ValueError("the trainer gives its callbacks no model")
-        if hasattr(model, "merge_adapter"):
-            return _merged(model)
+        if is_adapted(model):
+            return merged(model)
         return module(model, self._dtype)
 
     def _publish(self, version: int, source: Callable[[], Source]) -> None:
@@ -222,32 +227,6 @@ def _no_communicator(client: Any, device: Any = 0) -> None:
 def _read_to_its_end(iterator: Iterator[Any]) -> None:
     for _ in iterator:
         pass
-
-
-def _merged(model: Any) -> Source:
-    """A PEFT model as its base model with the adapters in it; they are taken out again after each pass."""
-    metas = [Meta(name, *_described(tensor)) for name, tensor in _base(model)]
-
-    def export() -> Iterator[tuple[str, Any]]:
-        model.merge_adapter()
-        try:
-            yield from _base(model)
-        finally:
-            model.unmerge_adapter()
-
-    return stream(export, metas)
-
-
-def _base(model: Any) -> Iterator[tuple[str, Any]]:
-    seen: set[int] = set()
-    for name, parameter in model.named_parameters():
-        if model.prefix in name or "original_module" in name or id(parameter) in seen:
-            continue
-        if hasattr(parameter, "full_tensor"):
-            raise TypeError("adapters of a sharded model cannot be merged: publish from weightsync.stream with your own export")
-        seen.add(id(parameter))
-        name = name.removeprefix("base_model.model.").replace(".base_layer", "").replace("modules_to_save.default.", "")
-        yield name, parameter.detach()
 
 
 def _described(tensor: Any) -> tuple[str, tuple[int, ...]]:
