@@ -1,30 +1,42 @@
 #!/usr/bin/env bash
-# Break one rule of the membership at a time, and check that the model test notices (mutants.sh [NAME...]; without names: all).
+# Break one rule of the membership at a time, and check that the model test notices.
+#
+#   mutants.sh [NAME...]    these mutants; without names, all
+#   mutants.sh --changed    all, if the membership, the model or a mutant changed since `all` last passed; else four, which the commit chooses
 #
 # Each file crates/core/tests/mutants/NAME.patch breaks one rule. Its head names the test that must fail, and a part of the law that the
-# first failure must state. The script works in copies of crates/core under target/mutants, one for each core of the machine; each copy has
-# a target folder of its own, which stays for the next run. A patch that does not apply, a mutant that does not compile, and a test that
-# runs for too long are errors. None of them counts as caught. The script never changes the working tree, and it uses no network.
+# first failure must state. The script works in copies of this tree under target/mutants, one for each core of the machine; each copy has
+# a target folder of its own, which begins with the dependencies that this tree compiled. A patch that does not apply, a mutant that does
+# not compile, and a test that runs for too long are errors. None of them counts as caught. When all are caught, the file
+# crates/core/tests/mutants/checked holds the hash of what they were checked with; nothing else of the working tree is changed.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+source "$(dirname "${BASH_SOURCE[0]}")/../cluster/lib.sh"
+source "$here/../tools/dependencies.sh"
+cd "$here/../.."
 
+checked=crates/core/tests/mutants/checked
 patches=$PWD/crates/core/tests/mutants
 work=$PWD/target/mutants
 jobs=${WEIGHTSYNC_MUTANTS_JOBS:-$(nproc)}
 # A broken rule shows within seconds; a test that passes takes half a minute on a slow machine.
 deadline=${WEIGHTSYNC_MUTANTS_DEADLINE_S:-180}
+# What decides whether a mutant is caught.
+inputs=(crates/core/src/membership crates/core/src/membership.rs crates/core/src/plan crates/core/src/plan.rs crates/core/tests tests/tools/mutants.sh)
+# Without a change of these, so many are tried.
+FEW=4
 
-# A workspace that holds crates/core only, with the versions and profiles of this one. No source file is older than this copy, so that
-# cargo builds it again whatever the last run left.
+hash_of_inputs() {
+    find "${inputs[@]}" -type f ! -path "$checked" | LC_ALL=C sort | xargs sha256sum | sha256sum | cut -c1-16
+}
+
+# The same workspace, so that packages have the features for which this tree compiled them. No source file is older than this copy: cargo
+# builds it again whatever the last run left.
 make_copy() {
     local copy=$1
-    rm -rf "$copy/crates"
-    mkdir -p "$copy/crates/core/tests"
-    awk '/^\[/ { keep = /^\[(workspace|profile)[].]/ } keep' Cargo.toml >"$copy/Cargo.toml"
-    cp Cargo.lock "$copy/Cargo.lock"
-    cp crates/core/Cargo.toml "$copy/crates/core/"
-    cp -r crates/core/src "$copy/crates/core/"
-    cp -r crates/core/tests/model "$copy/crates/core/tests/"
+    mkdir -p "$copy"
+    find "$copy" -mindepth 1 -maxdepth 1 ! -name target -exec rm -rf {} +
+    git ls-files -z -- Cargo.toml Cargo.lock src crates benches examples tests '*.rs' | xargs -0 cp --parents --target-directory="$copy"
+    [ -d "$copy/target" ] || share_dependencies target/debug "$copy/target/debug"
 }
 
 # A copy is no part of the repository: git must apply a patch to it as to any folder.
@@ -32,13 +44,12 @@ apply_patch() { GIT_CEILING_DIRECTORIES=$work git apply "$@"; }
 
 # Each mutant changes one file.
 export CARGO_INCREMENTAL=1
-build() { CARGO_TARGET_DIR=$PWD/target cargo test --quiet --offline --jobs "$1" --package weightsync-core --test model --no-run; }
+model() { CARGO_TARGET_DIR=$PWD/target timeout "$deadline" cargo test --quiet --offline --workspace --test model "$@"; }
 
 # Fails unless the test fails in time by the law.
 run_test() {
     local test=$1 law=$2 status=0
-    CARGO_TARGET_DIR=$PWD/target timeout "$deadline" cargo test --quiet --offline --package weightsync-core --test model -- --exact "$test" \
-        >output 2>&1 || status=$?
+    model -- --exact "$test" >output 2>&1 || status=$?
     case $status in
     0) grep -q '^test result: ok. 1 passed' output && echo "survived: $test passes" || echo "error: there is no test $test" ;;
     124) echo "error: $test still ran after $deadline s" ;;
@@ -65,7 +76,7 @@ try_mutant() {
     elif ! apply_patch "$patch" 2>output; then
         echo "FAILED $name: the patch does not apply: $(head -n 1 output)"
     else
-        if ! build 1 >output 2>&1; then
+        if ! model --jobs 1 --no-run >output 2>&1; then
             echo "FAILED $name: it does not compile: $(grep -m 1 '^error' output)"
         elif why=$(run_test "$test" "$law"); then
             echo "caught $name by $test in $((SECONDS - begin)) s"
@@ -80,30 +91,27 @@ try_mutant() {
 work_through() {
     local number=$1 at
     shift
-    local names=("$@")
-    cd "$work/$number"
-    for ((at = number; at < ${#names[@]}; at += jobs)); do
-        try_mutant "${names[at]}"
-    done
-}
-
+    local every=()
+for patch in "$patches"/*.patch; do
+    every+=("$(basename "$patch" .patch)")
+done
 names=("$@")
-if [ ${#names[@]} = 0 ]; then
-    for patch in "$patches"/*.patch; do
-        names+=("$(basename "$patch" .patch)")
-    done
+if [ "${1:-}" = --changed ]; then
+    names=()
+    if [ "$(cat "$checked" 2>/dev/null)" = "$(hash_of_inputs)" ]; then
+        first=$((16#$(git rev-parse HEAD | cut -c1-7)))
+        for ((at = 0; at < FEW; at++)); do names+=("${every[(first + at * ${#every[@]} / FEW) % ${#every[@]}]}"); done
+        echo "nothing that decides changed since all were caught: ${names[*]}"
+    fi
 fi
+[ ${#names[@]} -gt 0 ] || names=("${every[@]}")
 for name in "${names[@]}"; do
     [ -f "$patches/$name.patch" ] || { echo "there is no $patches/$name.patch" >&2; exit 1; }
 done
 ((jobs <= ${#names[@]})) || jobs=${#names[@]}
 
-# The dependencies are built once, with all cores; the other copies begin with them.
-make_copy "$work/0"
-(cd "$work/0" && build "$(nproc)")
-for ((number = 1; number < jobs; number++)); do
+for ((number = 0; number < jobs; number++)); do
     make_copy "$work/$number"
-    [ -d "$work/$number/target" ] || cp -a "$work/0/target" "$work/$number/target"
 done
 
 results=$work/results
@@ -119,3 +127,4 @@ done
 passed=$(grep -c '^caught ' "$results" || true)
 echo "$passed passed, $((${#names[@]} - passed)) failed"
 [ "$passed" = ${#names[@]} ]
+[ "$passed" -lt ${#every[@]} ] || hash_of_inputs >"$checked"
