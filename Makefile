@@ -2,6 +2,9 @@
 SHELL := /bin/bash -euo pipefail
 .DEFAULT_GOAL := help
 CLUSTER := tests/cluster
+# Tests that wait more than they compute run on more threads than there are cores: of one crate, and of processes on this machine.
+UNIT_THREADS := 8
+HOST_THREADS := 6
 # Settings of the test cluster (KUBECONFIG, PATH with kind, kubectl and helm), for the line that starts with it.
 CLUSTER_ENV := source $(CLUSTER)/env.sh;
 # The earlier commit that test-previous builds: empty for the newest release, or what tests/tools/previous-commit names.
@@ -39,6 +42,10 @@ test: ## Run everything that CI runs, with the time of each stage
 		--lane chart-lint page-test host-test edges-test gdr-test gdr-image-test chaos-test e2e \
 		--lane test-previous python-test engine-test trainers-test
 
+.PHONY: test-all
+test-all: ## Run the long forms of the tests, which CI does not run, and note them in bench-records/test-all.md (PART='chaos gdr': these only)
+	tests/tools/test-all.sh $(PART)
+
 .PHONY: check
 check: ## Quick checks for development: format, lints, tests of the pure crate (under a minute when warm)
 	cargo fmt --check
@@ -47,8 +54,14 @@ check: ## Quick checks for development: format, lints, tests of the pure crate (
 
 # All programs and tests at once, with the features of all packages: what stages share is compiled once.
 .PHONY: programs
-programs:
+programs: compiled
 	cargo build --locked --workspace --bins --tests --examples
+	tests/tools/compiled.sh keep
+
+# A fresh clone takes what an earlier one compiled of the same dependencies.
+.PHONY: compiled
+compiled:
+	tests/tools/compiled.sh restore
 
 .PHONY: lint
 lint: fmt-check circles clippy doc deny scripts-lint wheel-lint prose docs ## Check style, lints, docs and dependencies (unit tests check generated files)
@@ -64,7 +77,7 @@ fmt-check:
 	$$(tests/tools/python.sh)/ruff format --check python tests examples
 
 .PHONY: clippy
-clippy:
+clippy: compiled
 	cargo clippy --locked --workspace --all-targets -- --deny warnings
 
 .PHONY: circles
@@ -73,7 +86,7 @@ circles: ## Find files that import each other: two circles are there, and no mor
 
 # With examples, packages have the features that clippy checked them with: else fifty of them are checked again.
 .PHONY: doc
-doc:
+doc: compiled
 	RUSTDOCFLAGS='--deny warnings' cargo doc --locked --no-deps --workspace --lib --examples
 
 .PHONY: deny
@@ -106,29 +119,34 @@ generate: ## Write the files that are generated from the program's types (CRD, r
 
 .PHONY: unit-test
 unit-test: programs ## Run the unit and property tests
-	cargo test --locked --workspace --lib --bins -- --skip browser::
+	cargo test --locked --workspace --lib --bins -- --skip browser:: --test-threads=$(UNIT_THREADS)
 
 .PHONY: model-test
-model-test: ## Run the membership model, and check that it catches every mutant of the decisions
-	# Optimised a little: it plays four million events.
-	CARGO_PROFILE_DEV_OPT_LEVEL=1 cargo test --locked --package weightsync-core --test model
+model-test: programs ## Run the membership model, and check that it catches mutants of the decisions: all if these changed, else four
+	cargo test --locked --workspace --test model
+	tests/tools/mutants.sh --changed
+
+.PHONY: mutants
+mutants: programs ## Check that the model catches every mutant of the decisions (minutes)
 	tests/tools/mutants.sh
 
 .PHONY: page-test
 page-test: programs ## Test the web page in a browser
 	$(CLUSTER)/packages.sh
-	cargo test --locked --workspace --lib browser::
+	cargo test --locked --workspace --lib browser:: -- --test-threads=$(HOST_THREADS)
 
 .PHONY: host-test
 host-test: programs ## Run the tests with processes on this machine, and those of the rendered chart
 	$(CLUSTER)/tools.sh
-	cargo test --locked --workspace --test host
+	cargo test --locked --workspace --test host -- --test-threads=$(HOST_THREADS)
 
+# Scenarios that look at the path of the bytes. In the others the engine or the membership decides, as over TCP.
+GDR_STORIES ?= $(addprefix stories::,versions:: membership:: cancelled:: snapshot:: gdr:: left_out::late_agent)
 .PHONY: gdr-test
-gdr-test: programs ## Run the transport and the scenarios of groups with reads through NIXL, over TCP (no RDMA device is needed)
+gdr-test: programs ## Run the transport and groups with reads through NIXL, over TCP, without RDMA (GDR_STORIES=stories:: runs every scenario)
 	WEIGHTSYNC_NIXL=$$(tests/tools/nixl.sh) && export WEIGHTSYNC_NIXL && \
-	cargo test --locked --package weightsync-gpu --package weightsync-transport --lib -- fabric:: gdr:: && \
-	WEIGHTSYNC_STORIES_OVER=gdr cargo test --locked --workspace --test host stories::
+	cargo test --locked --workspace --lib -- fabric:: gdr:: --test-threads=$(HOST_THREADS) && \
+	WEIGHTSYNC_STORIES_OVER=gdr cargo test --locked --workspace --test host -- $(GDR_STORIES) --test-threads=$(HOST_THREADS)
 
 .PHONY: verbs-test
 verbs-test: programs ## Run groups with reads through NIXL over RDMA, in an emulated guest with a software device (tests/verbs/run.sh here: with a real one)
@@ -151,7 +169,7 @@ edges-test: programs ## Measure edges between pods in network namespaces, one of
 .PHONY: chaos-test
 chaos-test: programs ## Inject about 110 faults into processes of this machine, each kind in each phase at least once (a few minutes; as root)
 	$(CLUSTER)/packages.sh
-	WEIGHTSYNC_CHAOS_SEED=$${WEIGHTSYNC_CHAOS_SEED:-13} cargo test --locked --workspace --test chaos
+	WEIGHTSYNC_CHAOS_SEED=$${WEIGHTSYNC_CHAOS_SEED:-13} WEIGHTSYNC_CHAOS_WORLDS=$${WEIGHTSYNC_CHAOS_WORLDS:-5} cargo test --locked --workspace --test chaos
 
 .PHONY: chaos
 chaos: programs ## Inject 1,000 random faults, each kind in each phase at least five times; WEIGHTSYNC_CHAOS_SEED repeats a run

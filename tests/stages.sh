@@ -4,8 +4,9 @@
 # Stages before the first --lane run one after another. Then each lane runs its own stages in order, all lanes at once: most stages wait
 # for something, or keep one processor busy. Lanes after the first have a lower priority. They write a stage's output when it ends.
 # At the end the script prints for each stage: its seconds, the seconds of a processor (without those of containers), and the GB of disk
-# that were free after it. A stage that does not end in time fails.
+# that were free after it. tests/tools/budget.py keeps these figures, and fails a run that grew. A stage that does not end in time fails.
 set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/cluster/env.sh"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # The longest stage takes about half an hour on two cores.
@@ -13,13 +14,21 @@ LIMIT=${STAGE_LIMIT:-60m}
 
 work=$(mktemp -d)
 : >"$work/rows"
+: >"$work/figures"
+# What the stages put into the cache (`once` of tests/cluster/lib.sh).
+export WEIGHTSYNC_MADE=$work/made
+began=$(date +%s)
 lanes=()
 finish() {
+  local status=$?
+  trap - EXIT
   for lane in "${lanes[@]}"; do kill "$lane" 2>/dev/null || true; done
   wait
   printf '\n%8s %8s %8s  %s\n' seconds busy 'free GB' stage
   cat "$work/rows"
+  tests/tools/budget.py "$work/figures" "$began" "$status" "$work/made" || status=$?
   rm -rf "$work"
+  exit "$status"
 }
 trap finish EXIT
 trap 'exit 130' INT TERM
@@ -43,6 +52,7 @@ run_stage() {
   ((status == 0)) || mark=' FAILED'
   free=$(df --output=avail --block-size=GB . | tail -n 1)
   printf '%8d %8d %8d  %s%s\n' $((SECONDS - started)) $((busy - before)) "${free%GB}" "$stage" "$mark" >>"$work/rows"
+  echo "$stage $((SECONDS - started)) $((busy - before)) $status" >>"$work/figures"
   return "$status"
 }
 

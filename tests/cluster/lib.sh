@@ -37,6 +37,7 @@ once() {
       die "$(basename "$dir") was not made; all of its output: $dir.log"
     }
     touch "$dir/.complete"
+    [ -z "${WEIGHTSYNC_MADE:-}" ] || basename "$dir" >>"$WEIGHTSYNC_MADE"
     say "made $(basename "$dir") in $((SECONDS - started)) s"
   ) 9>"$dir.lock"
 }

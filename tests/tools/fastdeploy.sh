@@ -2,7 +2,7 @@
 # Put Paddle's CPU build and one file of FastDeploy into the cache, once, and print the folder: `venv`, and `dynamic_weight_manager.py`.
 #
 # FastDeploy has no package for processors without a GPU, so its file comes from its repository, at the commit that is named here: git checks
-# what it fetches against that name. The commit has #7951 as it was merged, and the handle of #8078 and #8079.
+# what it fetches against that name. UPSTREAM_GIT=URL takes the repository from there. The commit has #7951 as it was merged, and the handle of #8078 and #8079.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../cluster/lib.sh"
 
@@ -16,7 +16,7 @@ fill() {
   python3 -m venv "$dir/venv" &&
     "$dir/venv/bin/python" -m pip install --disable-pip-version-check --no-input --only-binary=:all: "paddlepaddle==$paddle" pyyaml==6.0.4 safetensors==0.8.0 &&
     git init --quiet --bare "$dir/git" &&
-    git --git-dir="$dir/git" fetch --quiet --depth=1 --filter=blob:none https://github.com/PaddlePaddle/FastDeploy "$commit" &&
+    git --git-dir="$dir/git" fetch --quiet --depth=1 --filter=blob:none "${UPSTREAM_GIT:-https://github.com}"/PaddlePaddle/FastDeploy "$commit" &&
     git --git-dir="$dir/git" show "$commit:$path" >"$dir/dynamic_weight_manager.py" &&
     rm -rf "$dir/git"
 }
