@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ._source import Meta, Source
-from ._tensors import describe
+from ._tensors import describe_named
 from .sources import stream
 
 _LOG = logging.getLogger("weightsync")
@@ -27,7 +27,7 @@ def is_adapted(model: Any) -> bool:
 def merged(model: Any) -> Source:
     """A PEFT model under the names of its base model. Raises `TypeError` for sharded and for quantised base weights."""
     parts = _parts(model)
-    metas = [Meta(part.published, *describe(part.parameter)) for part in parts]
+    metas = [Meta(part.published, *describe_named(part.published, part.parameter)) for part in parts]
     return stream(lambda: _tensors(_parts(model)), metas)
 
 

@@ -22,7 +22,7 @@ from ._memory import MemoryGone
 from ._offer import offer, open_offered, to_open, warn_once
 from ._ring import Ring, StreamWriter
 from ._source import Meta, Source
-from ._tensors import describe
+from ._tensors import describe_named
 from ._together import AGAIN, FAIL, GO, WAIT, together
 from .errors import Cancelled, RanksDisagree, SourceFailed, Timeout, WeightSyncError
 from .result import Result
@@ -239,11 +239,14 @@ class Run:
     def _write(self, meta: Meta, tensor: Any) -> None:
         if getattr(tensor, "full_tensor", None) is not None and hasattr(tensor, "placements"):
             raise SourceFailed(f"{meta.name} is a DTensor: the source must give full tensors, as weightsync.fsdp2(model) does")
-        dtype, shape = describe(tensor)
+        dtype, shape = describe_named(meta.name, tensor)
         if (dtype, shape) != (meta.dtype, meta.shape):
             raise SourceFailed(f"{meta.name} was announced as {meta.dtype} {list(meta.shape)}, the source gave {dtype} {list(shape)}")
         assert self._writer is not None
-        self._writer.write(tensor)
+        try:
+            self._writer.write(tensor)
+        except (TypeError, NotImplementedError) as error:
+            raise TypeError(f"{meta.name}: {error}") from error
 
     def _credit(self) -> int:
         """Rank 0 waits until it has room for what would be gathered next."""

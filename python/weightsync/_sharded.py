@@ -10,7 +10,7 @@ from ._dtypes import common_name
 from ._group import Group
 from ._scratch import Scratch
 from ._source import Meta, Source
-from ._tensors import describe, to_torch
+from ._tensors import describe_named, to_torch
 from .errors import SourceFailed
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -84,7 +84,7 @@ class _Parts:
 
 
 def _checked(meta: Meta, tensor: Any, start: Any) -> tuple[Box, Any]:
-    dtype, shape = describe(tensor)
+    dtype, shape = describe_named(meta.name, tensor)
     first = tuple(int(index) for index in start) if start is not None else (0,) * len(shape)
     if dtype != meta.dtype:
         raise ValueError(f"{meta.name} is {meta.dtype}, its part is {dtype}")

@@ -6,6 +6,7 @@ a generator is no source, and a function that makes one is.
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -62,6 +63,17 @@ class Source(ABC):
     @abstractmethod
     def tensors(self, group: Group) -> Iterator[tuple[str, Any]]:
         """A fresh pass over all tensors, complete on rank 0. Each step may be a collective operation of the group."""
+
+
+def checked_version(version: Any) -> int:
+    """A version as an `int`: any whole number, of numpy too. Raises `ValueError` for anything else."""
+    try:
+        number = -1 if isinstance(version, bool) else operator.index(version)
+    except TypeError:
+        number = -1
+    if not 0 <= number < 1 << 63:
+        raise ValueError(f"{version!r} is no version: a whole number that only grows is")
+    return number
 
 
 def metas_of(metas: Iterable[Any]) -> list[Meta]:

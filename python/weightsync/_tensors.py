@@ -41,6 +41,16 @@ def describe(tensor: Any) -> tuple[str, tuple[int, ...]]:
     return buffer_dtype(view), tuple(view.shape or ())
 
 
+def describe_named(name: str, tensor: Any) -> tuple[str, tuple[int, ...]]:
+    """`describe`, whose error says which tensor it is."""
+    if is_torch(tensor) and tensor.is_meta:
+        raise TypeError(f"{name} is on the device meta, so it has no elements: load or initialise it before it is published")
+    try:
+        return describe(tensor)
+    except TypeError as error:
+        raise TypeError(f"{name}: {error}") from error
+
+
 def as_bytes(tensor: Any) -> Bytes:
     """The bytes of a tensor that `describe` knows."""
     if is_torch(tensor):

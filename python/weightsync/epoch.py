@@ -14,6 +14,7 @@ from typing import Any
 
 from ._epochs import Bringing, EpochConnection, Reported
 from ._group import Group
+from ._source import checked_version
 from ._together import GO, WAIT, together
 from .errors import Failed, Fenced, RanksDisagree, Timeout, WeightSyncError, from_plain, to_plain
 from .result import Result
@@ -166,8 +167,7 @@ class Epoch:
         plane makes the engines report as their weight version; the agents compare it. The current version may come again, for `lacking`
         replicas.
         """
-        if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version < 1 << 63:
-            raise ValueError(f"{version!r} is no version: a whole number that only grows is")
+        version = checked_version(version)
         limit = self.timeout if timeout is None else timeout
         if not limit > 0:
             raise ValueError(f"a timeout of {limit} s leaves no time")

@@ -23,6 +23,7 @@ from ._driver import DriverError
 from ._group import Alone, Group, Ranks
 from ._run import GRACE, Run
 from ._socket import find
+from ._source import checked_version
 from .errors import AgentLost, Failed, Timeout, WeightSyncError
 from .result import Progress, Result, Roster
 from .sources import as_source
@@ -90,8 +91,7 @@ class Publisher:
         read by the calling thread, which comes back when they are released: two threads must not use one communicator at once. The
         whole publish ends after `timeout` seconds.
         """
-        if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version < 1 << 63:
-            raise ValueError(f"{version!r} is no version: a whole number that only grows is")
+        version = checked_version(version)
         if queue not in ("wait", "latest") or activation not in ("auto", "manual"):
             raise ValueError(f"queue is wait or latest, activation auto or manual; not {queue!r} and {activation!r}")
         if not timeout > 0:

@@ -10,10 +10,13 @@ from typing import Any
 from ._dtypes import common_name, dtype_name
 from ._group import Group
 from ._source import Meta, Source, metas_of
-from ._tensors import describe
+from ._tensors import describe, describe_named
 
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-"""What torch.compile and activation checkpointing put into names; no engine knows it."""
+_WRAPPER_NAMES = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+"""Parts of names that torch.compile and activation checkpointing put in; no engine knows them."""
+
+_WRAPPER_CLASSES = frozenset({"DistributedDataParallel", "DataParallel", "DeepSpeedEngine"})
+"""Modules whose `module` is the model: a part of a name that is of a wrapper only there."""
 
 
 def state_dict(tensors: Mapping[str, Any]) -> Source:
@@ -31,10 +34,8 @@ def module(model: Any, dtype: Any = None) -> Source:
 
 def module_tensors(model: Any) -> Mapping[str, Any]:
     """The tensors of a module as `module` publishes them: cleaned names, tied ones once."""
-    while type(model).__name__ in ("DistributedDataParallel", "DataParallel"):
-        model = model.module
     _refuse_fsdp1(model)
-    return _clean(_untied(model))
+    return _clean(_untied(model), _wrapped(model))
 
 
 def fsdp2(model: Any, dtype: Any = None) -> Source:
@@ -109,7 +110,7 @@ class _Named(Source):
         self._dtype = dtype_name(dtype) if dtype is not None else None
 
     def metas(self) -> list[Meta]:
-        listed = ((name, *describe(tensor)) for name, tensor in self._items())
+        listed = ((name, *describe_named(name, tensor)) for name, tensor in self._items())
         return metas_of((name, self._target(dtype) or dtype, shape) for name, dtype, shape in listed)
 
     def known(self) -> Iterable[Any]:
@@ -117,7 +118,7 @@ class _Named(Source):
 
     def tensors(self, group: Group) -> Iterator[tuple[str, Any]]:
         for name, tensor in self._items():
-            target = self._dtype and self._target(describe(tensor)[0])
+            target = self._dtype and self._target(describe_named(name, tensor)[0])
             if target is not None:
                 # Before the gather: half the bytes for float32 to bfloat16.
                 tensor = _convert(tensor, target)
@@ -228,12 +229,28 @@ def _untied(model: Any) -> dict[str, Any]:
     return {name: tensor for name, tensor in model.state_dict().items() if name not in again}
 
 
-def _clean(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    cleaned = {}
+def _wrapped(model: Any) -> set[tuple[str, ...]]:
+    """The places of wrapped modules, in names without the parts that only wrappers have: wrappers contain each other in any order."""
+    wrappers = ((name, part) for name, part in model.named_modules(remove_duplicate=False))
+    return {
+        (*_without_wrapper_names(name), "module")
+        for name, part in wrappers
+        if any(base.__name__ in _WRAPPER_CLASSES for base in type(part).__mro__)
+    }
+
+
+def _without_wrapper_names(name: str) -> tuple[str, ...]:
+    return tuple(part for part in name.split(".") if part and part not in _WRAPPER_NAMES)
+
+
+def _clean(tensors: Mapping[str, Any], wrapped: set[tuple[str, ...]]) -> dict[str, Any]:
+    cleaned: dict[str, Any] = {}
     for name, tensor in tensors.items():
-        for wrapper in _WRAPPERS:
-            name = name.replace(wrapper, "")
-        cleaned[name] = tensor
+        parts = _without_wrapper_names(name)
+        plain = ".".join(part for at, part in enumerate(parts) if parts[: at + 1] not in wrapped)
+        if plain in cleaned:
+            raise ValueError(f"{plain} appears twice once the names of wrappers are removed: publish a state dict with names of your own")
+        cleaned[plain] = tensor
     return cleaned
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from .._source import Meta, Source
-from .._tensors import describe
+from .._tensors import describe_named
 from ..errors import SourceFailed
 from ..sources import state_dict, stream
 
@@ -28,7 +28,7 @@ class Once:
         metas: list[Meta] = []
         kept: dict[str, Any] = {}
         for name, tensor in weights:
-            dtype, shape = describe(tensor)
+            dtype, shape = describe_named(name, tensor)
             metas.append(Meta(name, dtype, tuple(shape)))
             # Of every rank the list is needed, of rank 0 the bytes too; and its generator may use the tensor's memory again.
             if rank == 0:

@@ -18,7 +18,7 @@ from .._dtypes import common_name, dtype_name
 from .._group import Group
 from .._scratch import Scratch
 from .._source import Meta, Source, metas_of
-from .._tensors import describe
+from .._tensors import describe_named
 from ..sources import module_tensors
 
 Piece = tuple[str, Callable[[Any], Any]]
@@ -45,7 +45,7 @@ class _Export(Source):
 
         found = []
         for name, tensor in module_tensors(self._model).items():
-            stored, shape = describe(tensor)
+            stored, shape = describe_named(name, tensor)
             # Shapes only: no memory is taken on this device.
             ghost = torch.empty(tuple(shape), device="meta")
             for piece, view in self._pieces(name, shape):
@@ -58,7 +58,7 @@ class _Export(Source):
     def tensors(self, group: Group) -> Iterator[tuple[str, Any]]:
         scratch = Scratch()
         for name, tensor in module_tensors(self._model).items():
-            stored, shape = describe(tensor)
+            stored, shape = describe_named(name, tensor)
             pieces = self._pieces(name, shape)
             if not pieces:
                 continue

@@ -22,7 +22,7 @@ from transformers import TrainerCallback
 from .._adapters import is_adapted, merged
 from .._source import Meta, Source
 from .._supported import check
-from .._tensors import describe
+from .._tensors import describe_named
 from ..errors import SourceFailed, WeightSyncError
 from ..publisher import Publisher
 from ..result import Result
@@ -103,7 +103,7 @@ class WeightSyncCallback(TrainerCallback):
                 return
             if not metas:
                 # TRL walks its parameters once for the list, too.
-                metas.extend(Meta(name, *_described(tensor)) for name, tensor in generation._iter_named_params())
+                metas.extend(Meta(name, *describe_named(name, tensor)) for name, tensor in generation._iter_named_params())
             self._publish(int(trainer.state.global_step), lambda: stream(generation._iter_named_params, metas))
 
         generation.sync_weights = sync_weights
@@ -227,8 +227,3 @@ def _no_communicator(client: Any, device: Any = 0) -> None:
 def _read_to_its_end(iterator: Iterator[Any]) -> None:
     for _ in iterator:
         pass
-
-
-def _described(tensor: Any) -> tuple[str, tuple[int, ...]]:
-    dtype, shape = describe(tensor)
-    return dtype, tuple(shape)

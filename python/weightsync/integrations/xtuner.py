@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from .._source import Meta
-from .._tensors import describe
+from .._tensors import describe_named
 from ..publisher import Publisher, PublishHandle
 from ..result import Result
 from ..sources import stream
@@ -88,7 +88,7 @@ class WeightSyncTransport:
     def _register(self, weight_iterator: Any, version: int, *, whole: bool) -> None:
         try:
             if self._metas is None:
-                self._metas = [Meta(name, *_described(tensor)) for name, tensor in _tensors(weight_iterator)]
+                self._metas = [Meta(name, *describe_named(name, tensor)) for name, tensor in _tensors(weight_iterator)]
             source = stream(lambda: _tensors(weight_iterator), self._metas)
             if whole:
                 self.result = self._publisher.publish(source, version=version, timeout=self._timeout)
@@ -144,8 +144,3 @@ def _tensors(weight_iterator: Any) -> Iterator[tuple[str, Any]]:
     for batches in weight_iterator.iter_batch_groups():
         for batch in batches:
             yield from batch.state_dict.items()
-
-
-def _described(tensor: Any) -> tuple[str, tuple[int, ...]]:
-    dtype, shape = describe(tensor)
-    return dtype, tuple(shape)
