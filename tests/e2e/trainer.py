@@ -1,4 +1,6 @@
-"""A trainer that really trains: SGD steps on a small Qwen3, published with three lines.
+"""A trainer that trains and publishes with three lines.
+
+It trains a small Qwen3 by SGD with torch; or, with `--numpy`, its numbers alone, and then starts in a tenth of the time. Both publish BF16.
 
 The tests talk to its little HTTP server:
 
@@ -24,21 +26,104 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any, Protocol
 
-import torch
 import weightsync
-from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
+
+
+class Weights(Protocol):
+    """What is trained."""
+
+    def step(self) -> float:
+        """One step of SGD; returns the loss."""
+
+    def state(self) -> dict[str, Any]:
+        """Tensors under their checkpoint names; tied weights once."""
+
+    def poisoned(self, name: str) -> Any:
+        """A tensor like that one, of NaN."""
+
+    def save(self, file: Path) -> None:
+        """Writes all tensors in the format of safetensors."""
+
+
+class Torch:
+    """A model of transformers, and torch's optimiser."""
+
+    def __init__(self, folder: Path) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        torch.manual_seed(0)
+        self.torch = torch
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
+
+    def step(self) -> float:
+        tokens = self.torch.randint(0, self.model.config.vocab_size, (2, 16))
+        loss = self.model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(loss.detach())
+
+    def state(self) -> dict[str, Any]:
+        tied = set(getattr(self.model, "_tied_weights_keys", None) or []) if self.model.config.tie_word_embeddings else set()
+        return {name: p.detach() for name, p in self.model.state_dict().items() if name not in tied}
+
+    def poisoned(self, name: str) -> Any:
+        return self.torch.full_like(self.state()[name], float("nan"))
+
+    def save(self, file: Path) -> None:
+        from safetensors.torch import save_file
+
+        save_file({name: t.contiguous() for name, t in self.state().items()}, file, metadata={"format": "pt"})
+
+
+class Numpy:
+    """The numbers of a checkpoint, whose loss is the mean square of their distance to the first ones with noise."""
+
+    def __init__(self, folder: Path) -> None:
+        import ml_dtypes
+        import numpy
+        from safetensors import deserialize
+
+        self.numpy = numpy
+        self.noise = numpy.random.default_rng(0)
+        self.tensors: dict[str, Any] = {}
+        for name, tensor in deserialize((folder / "model.safetensors").read_bytes()):
+            if tensor["dtype"] != "BF16":
+                raise ValueError(f"{name} is of type {tensor['dtype']}")
+            self.tensors[name] = numpy.frombuffer(tensor["data"], dtype=ml_dtypes.bfloat16).reshape(tensor["shape"])
+        self.first = {name: tensor.astype(numpy.float32) for name, tensor in self.tensors.items()}
+
+    def step(self) -> float:
+        loss = 0.0
+        for name, tensor in self.tensors.items():
+            wanted = self.first[name] + self.noise.normal(0, 0.05, tensor.shape)
+            gradient = tensor.astype(self.numpy.float32) - wanted
+            loss += float(self.numpy.square(gradient).mean())
+            self.tensors[name] = (tensor - 0.5 * gradient).astype(tensor.dtype)
+        return loss / len(self.tensors)
+
+    def state(self) -> dict[str, Any]:
+        return dict(self.tensors)
+
+    def poisoned(self, name: str) -> Any:
+        return self.numpy.full_like(self.tensors[name], float("nan"))
+
+    def save(self, file: Path) -> None:
+        from safetensors.numpy import save_file
+
+        save_file(self.tensors, file, metadata={"format": "pt"})
 
 
 class Trainer:
-    """The model, its optimiser, and the publisher."""
+    """What is trained, and the publisher."""
 
-    def __init__(self, folder: str) -> None:
-        torch.manual_seed(0)
-        self.folder = Path(folder)
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
+    def __init__(self, folder: Path, weights: Weights) -> None:
+        self.folder = folder
+        self.weights = weights
         self.steps = 0
         self.lock = threading.Lock()
         self.publisher: weightsync.Publisher | None = None
@@ -46,34 +131,26 @@ class Trainer:
         self.halted = threading.Event()
         self.published: list[dict[str, object]] = []
 
-    def state(self) -> dict[str, torch.Tensor]:
-        """Parameters under their checkpoint names; tied weights once."""
-        tied = set(getattr(self.model, "_tied_weights_keys", None) or []) if self.model.config.tie_word_embeddings else set()
-        return {name: p.detach() for name, p in self.model.state_dict().items() if name not in tied}
-
     def train(self, steps: int) -> dict[str, float]:
+        loss = 0.0
         with self.lock:
             for _ in range(steps):
-                tokens = torch.randint(0, self.model.config.vocab_size, (2, 16))
-                loss = self.model(input_ids=tokens, labels=tokens).loss
-                loss.backward()
-                self.optimizer.step()
-                self.optimizer.zero_grad()
+                loss = self.weights.step()
                 self.steps += 1
-        return {"loss": float(loss.detach()), "steps": self.steps}
+        return {"loss": loss, "steps": self.steps}
 
     def publish(self, version: int, pace: float, poison: bool = False) -> dict[str, object]:
         with self.lock:
             if self.publisher is None:
                 self.publisher = weightsync.Publisher.from_env()
-            state = self.state()
+            state = self.weights.state()
             if poison:
                 name = min(state)
-                state[name] = torch.full_like(state[name], float("nan"))
+                state[name] = self.weights.poisoned(name)
             if pace:
                 metas = [weightsync.Meta(name, "BF16", tuple(t.shape)) for name, t in state.items()]
 
-                def slowly() -> Iterator[tuple[str, torch.Tensor]]:
+                def slowly() -> Iterator[tuple[str, Any]]:
                     for name, tensor in state.items():
                         time.sleep(pace)
                         yield name, tensor
@@ -122,7 +199,7 @@ class Trainer:
             for file in self.folder.iterdir():
                 if file.suffix != ".safetensors":
                     shutil.copy(file, target / file.name)
-            save_file({name: t.contiguous() for name, t in self.state().items()}, target / "model.safetensors", metadata={"format": "pt"})
+            self.weights.save(target / "model.safetensors")
             return {"path": str(target)}
 
 
@@ -167,7 +244,9 @@ def serve(trainer: Trainer, port: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", required=True)
+    parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--numpy", action="store_true", help="train without torch")
     arguments = parser.parse_args()
-    serve(Trainer(arguments.model), arguments.port)
+    made = Numpy(arguments.model) if arguments.numpy else Torch(arguments.model)
+    serve(Trainer(arguments.model, made), arguments.port)
