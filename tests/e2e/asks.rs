@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use super::cluster::{Cluster, eventually};
+use super::cluster::{Cluster, MINUTE, eventually};
 use super::fixtures::{ENGINE_PORT, STATUS_PORT, TRAINER_PORT};
 use super::http::{get, post, request};
 
@@ -22,13 +22,13 @@ pub async fn trainer_pid(cluster: &Cluster, trainer: &str) -> i64 {
 /// Publishes what the trainer holds; `pace` are seconds between two tensors. Answers status and body.
 pub async fn publish(cluster: &Cluster, trainer: &str, version: u64, pace: f64) -> (u16, Value) {
     let body = json!({"version": version, "pace": pace});
-    request(cluster, trainer, TRAINER_PORT, "POST", "/publish", Some(&body), Duration::from_secs(180)).await.unwrap()
+    request(cluster, trainer, TRAINER_PORT, "POST", "/publish", Some(&body), 3 * MINUTE).await.unwrap()
 }
 
 /// Publishes what the trainer holds, with one tensor of it replaced by NaN.
 pub async fn publish_poisoned(cluster: &Cluster, trainer: &str, version: u64) -> (u16, Value) {
     let body = json!({"version": version, "poison": true});
-    request(cluster, trainer, TRAINER_PORT, "POST", "/publish", Some(&body), Duration::from_secs(180)).await.unwrap()
+    request(cluster, trainer, TRAINER_PORT, "POST", "/publish", Some(&body), 3 * MINUTE).await.unwrap()
 }
 
 /// Publishes and expects that these many replicas installed it.
@@ -96,7 +96,22 @@ async fn ask(cluster: &Cluster, pod: &str, salt: Option<String>) -> String {
 
 /// Digests of what a simulated engine serves.
 pub async fn served(cluster: &Cluster, pod: &str) -> Value {
-    get(cluster, pod, ENGINE_PORT, "/simulator/digest").await.1["digest"].clone()
+    let answer = get(cluster, pod, ENGINE_PORT, "/simulator/digest").await.1;
+    assert!(answer["digest"].is_string(), "{pod}: {answer}");
+    answer["digest"].clone()
+}
+
+/// Trains and publishes; each of these simulated engines, all that the object `run` has, serves the same, and what it did not serve before.
+pub async fn deliver(cluster: &Cluster, version: u64, rollouts: &[&str]) {
+    let before = served(cluster, rollouts[0]).await;
+    train(cluster, "trainer-0").await;
+    publish_to(cluster, "trainer-0", version, rollouts.len()).await;
+    cluster.await_version("run", version, rollouts.len() as u64, MINUTE).await;
+    let now = served(cluster, rollouts[0]).await;
+    assert_ne!(now, before, "version {version}");
+    for other in &rollouts[1..] {
+        assert_eq!(served(cluster, other).await, now, "{other}, version {version}");
+    }
 }
 
 /// What goes wrong in a simulated engine from now on.
@@ -107,7 +122,7 @@ pub async fn faults(cluster: &Cluster, pod: &str, faults: &Value) {
 
 /// Waits until a rollout has received between 20 and 80 % of the running update, by its own word; answers the share in percent.
 pub async fn between_20_and_80_percent(cluster: &Cluster, pod: &str) -> f64 {
-    eventually(&format!("{pod} holds 20 to 80 % of an update"), Duration::from_secs(60), || async {
+    eventually(&format!("{pod} holds 20 to 80 % of an update"), MINUTE, || async {
         let (_, text) = request(cluster, pod, STATUS_PORT, "GET", "/metrics", None, Duration::from_secs(5)).await?;
         let text = text.as_str().unwrap_or_default();
         let value = |name: &str| {

@@ -10,8 +10,19 @@ use kube::api::{ApiResource, DeleteParams, DynamicObject, ListParams, LogParams,
 use kube::core::GroupVersionKind;
 use kube::{Api, Client, ResourceExt};
 use serde_json::{Value, json};
+use tokio::sync::RwLock;
+use tokio::task::JoinError;
 
+use super::operator::scale_controller;
 use super::policies::Enforced;
+
+/// For what comes within seconds on an idle machine: tests share two cores.
+pub const MINUTE: Duration = Duration::from_secs(60);
+/// For pods that start, and what needs several of them.
+pub const START: Duration = Duration::from_secs(300);
+
+/// The cluster: tests share it, and one that changes it for all has it alone. Tests get it in the order in which they ask.
+static WHOLE: RwLock<()> = RwLock::const_new(());
 
 /// A namespace of its own, deleted when the test is over.
 pub struct Cluster {
@@ -29,15 +40,45 @@ impl Cluster {
         Api::all(client.clone()).create(&kube::api::PostParams::default(), &object).await.expect("a namespace can be made");
         // A pod is refused until the namespace has its default account.
         let accounts: Api<ServiceAccount> = Api::namespaced(client.clone(), &namespace);
-        eventually("the namespace has its default account", Duration::from_secs(60), || async {
+        eventually("the namespace has its default account", MINUTE, || async {
             accounts.get("default").await.map(|_| ()).map_err(|error| error.to_string())
         })
         .await;
         Self { client, namespace }
     }
 
-    /// Runs a test in a namespace of its own; when it fails, prints pods, events and logs before the namespace goes.
+    /// Runs a test in a namespace of its own, next to others; when it fails, prints pods, events and logs before the namespace goes.
     pub async fn run<F, Fut>(name: &str, test: F)
+    where
+        F: FnOnce(Self) -> Fut,
+        Fut: Future<Output = ()> + Send + 'static,
+    {
+        let _shared = WHOLE.read().await;
+        if let Err(error) = Self::within_namespace(name, test).await {
+            std::panic::resume_unwind(error.into_panic());
+        }
+    }
+
+    /// The same while no other test runs: for those that change the cluster or the operator of all. They stand in `alone/`, so that they run one
+    /// after the other: each time the first of them waits for tests that run, and others wait for the last.
+    pub async fn run_alone<F, Fut>(name: &str, test: F)
+    where
+        F: FnOnce(Self) -> Fut,
+        Fut: Future<Output = ()> + Send + 'static,
+    {
+        let _alone = WHOLE.write().await;
+        if let Err(error) = Self::within_namespace(name, test).await {
+            // It may have ended between two changes of the operator, which the next test needs.
+            let client = Client::try_default().await.expect("a kubeconfig");
+            let operator = Self { client, namespace: String::new() };
+            if tokio::spawn(async move { scale_controller(&operator, 1).await }).await.is_err() {
+                eprintln!("the controller is not as it was");
+            }
+            std::panic::resume_unwind(error.into_panic());
+        }
+    }
+
+    async fn within_namespace<F, Fut>(name: &str, test: F) -> Result<(), JoinError>
     where
         F: FnOnce(Self) -> Fut,
         Fut: Future<Output = ()> + Send + 'static,
@@ -52,9 +93,7 @@ impl Cluster {
         }
         policies.end().await;
         let _ = Api::<Namespace>::all(client).delete(&namespace, &DeleteParams::default().grace_period(0)).await;
-        if let Err(error) = outcome {
-            std::panic::resume_unwind(error.into_panic());
-        }
+        outcome
     }
 
     /// Typed access within the namespace.
@@ -100,7 +139,7 @@ impl Cluster {
     /// Deletes a WeightSync and waits until it is gone: there is no finalizer that could hold it.
     pub async fn delete_weightsync(&self, name: &str) {
         self.weightsyncs().delete(name, &DeleteParams::default()).await.expect("the object can be deleted");
-        eventually("the object is gone", Duration::from_secs(10), || async {
+        eventually("the object is gone", MINUTE, || async {
             match self.weightsyncs().get_opt(name).await.unwrap() {
                 None => Ok(()),
                 Some(object) => Err(format!("still there: {:?}", object.finalizers())),
@@ -229,7 +268,8 @@ pub fn describe(pod: &Pod) -> String {
     format!("{:?} {conditions:?} {states:?}", status.phase)
 }
 
-/// Asks until the answer is `Ok`; fails with the last refusal after `timeout`. Each question may take 10 s.
+/// Asks until the answer is `Ok`; fails with the last refusal after `timeout`. Each question may take 10 s. It asks less often the longer it
+/// waits: questions cost time on the cores that the answer waits for.
 pub async fn eventually<T, E, F, Fut>(what: &str, timeout: Duration, mut ask: F) -> T
 where
     F: FnMut() -> Fut,
@@ -237,15 +277,14 @@ where
     E: Debug,
 {
     let start = Instant::now();
-    let mut every = tokio::time::interval(Duration::from_millis(50));
-    every.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     loop {
-        every.tick().await;
         let refusal = match tokio::time::timeout(Duration::from_secs(10), ask()).await {
             Ok(Ok(answer)) => return answer,
             Ok(Err(refusal)) => format!("{refusal:?}"),
             Err(_) => "no answer within 10 s".to_owned(),
         };
-        assert!(start.elapsed() < timeout, "not within {timeout:?}: {what}: {refusal}");
+        let waited = start.elapsed();
+        assert!(waited < timeout, "not within {timeout:?}: {what}: {refusal}");
+        tokio::time::sleep((waited / 20).clamp(Duration::from_millis(50), Duration::from_millis(250))).await;
     }
 }

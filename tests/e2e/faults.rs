@@ -1,60 +1,38 @@
-//! What dies, is found by its own path, in bounded time, is named, and heals without a hand. Simulated engines, a real trainer.
-
-mod outages;
-mod standing;
-mod uninstall;
-
-use std::time::Duration;
+//! What dies, is found by its own path, in bounded time, is named, and heals without a hand. Simulated engines.
 
 use k8s_openapi::api::core::v1::Pod;
-use kube::ResourceExt;
-use kube::api::{DeleteParams, Patch, PatchParams};
+use kube::api::{Patch, PatchParams};
 use serde_json::json;
 
-use super::asks::{between_20_and_80_percent, faults, publish, publish_to, served};
-use super::cluster::{Cluster, describe};
-use super::fixtures::{IMAGE, simulated_vllm, torch_trainer, weightsync, without_sidecar};
+use super::asks::{deliver, faults, publish_to};
+use super::cluster::{Cluster, MINUTE, START, describe};
+use super::fixtures::{IMAGE, simulated_vllm, torch_trainer, trainer, weightsync, without_sidecar};
 use super::node::signal;
-use super::operator::{controllers, operator, scale_controller};
-
-const MINUTE: Duration = Duration::from_secs(60);
-const START: Duration = Duration::from_secs(120);
 
 /// A trainer and `rollouts` simulated engines that serve version 1.
-async fn group(cluster: &Cluster, rollouts: usize) {
-    group_by(cluster, rollouts, &weightsync("run")).await;
+pub async fn group(cluster: &Cluster, rollouts: usize) {
+    let names = without_version(cluster, rollouts, &weightsync("run")).await;
+    deliver(cluster, 1, &names.iter().map(String::as_str).collect::<Vec<_>>()).await;
 }
 
-/// The same, by an object `run` with rules of its own.
+/// The same, by an object `run` with rules of its own; version 1 is what all started with.
 pub async fn group_by(cluster: &Cluster, rollouts: usize, object: &serde_json::Value) {
-    cluster.create_pod(torch_trainer("trainer-0")).await;
-    for number in 0..rollouts {
-        cluster.create_pod(simulated_vllm(&format!("sim-{number}"))).await;
+    without_version(cluster, rollouts, object).await;
+    publish_to(cluster, "trainer-0", 1, rollouts).await;
+    cluster.await_version("run", 1, rollouts as u64, MINUTE).await;
+}
+
+/// A trainer and simulated engines that are a group; answers the engines' names.
+async fn without_version(cluster: &Cluster, rollouts: usize, object: &serde_json::Value) -> Vec<String> {
+    let names: Vec<String> = (0..rollouts).map(|number| format!("sim-{number}")).collect();
+    cluster.create_pod(trainer("trainer-0")).await;
+    for name in &names {
+        cluster.create_pod(simulated_vllm(name)).await;
     }
     cluster.apply(object).await.unwrap();
     cluster.await_ready("trainer-0", START).await;
-    let all = u64::try_from(rollouts).unwrap();
-    cluster.await_group("run", all, START).await;
-    publish_to(cluster, "trainer-0", 1, rollouts).await;
-    cluster.await_version("run", 1, all, MINUTE).await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn restarted_engine_is_unready_until_fed_without_controller() {
-    Cluster::run("engine-restart", |cluster| async move {
-        group(&cluster, 2).await;
-        let expected = served(&cluster, "sim-0").await;
-        scale_controller(&cluster, 0).await;
-        let crash = json!({"rules": [{"path": "/health", "times": 1, "fault": {"kind": "crash"}}]});
-        faults(&cluster, "sim-1", &crash).await;
-        cluster.await_not_ready("sim-1", MINUTE).await;
-        // Fed by the source, which needs no controller.
-        cluster.await_ready("sim-1", START).await;
-        assert_eq!(served(&cluster, "sim-1").await, expected);
-        scale_controller(&cluster, 1).await;
-        cluster.await_version("run", 1, 2, START).await;
-    })
-    .await;
+    cluster.await_group("run", rollouts as u64, START).await;
+    names
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -85,6 +63,7 @@ async fn engine_with_503_or_silence_leaves_and_rejoins() {
                 })
                 .await;
         }
+        deliver(&cluster, 2, &["sim-0", "sim-1"]).await;
     })
     .await;
 }
@@ -100,30 +79,7 @@ async fn killed_or_stopped_agent_is_found_named_and_healed() {
         cluster.await_event(&["AgentLost"], MINUTE, |note| note.contains("sim-1")).await;
         signal(&cluster, "sim-1", "weightsync-agent", "CONT").await;
         cluster.await_version("run", 1, 2, START).await;
-        publish_to(&cluster, "trainer-0", 2, 2).await;
-    })
-    .await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn update_ends_while_controller_restarts_in_one_epoch() {
-    Cluster::run("controller-kill", |cluster| async move {
-        group(&cluster, 2).await;
-        let epoch = cluster.status("run").await["epoch"].clone();
-        let update = async { publish(&cluster, "trainer-0", 2, 0.1).await };
-        let kill = async {
-            between_20_and_80_percent(&cluster, "sim-0").await;
-            let pods = operator(&cluster).api::<Pod>();
-            for pod in controllers(&cluster).await {
-                pods.delete(&pod.name_any(), &DeleteParams::default().grace_period(0)).await.unwrap();
-            }
-        };
-        let ((status, answer), ()) = tokio::join!(update, kill);
-        assert_eq!(status, 200, "{answer}");
-        assert_eq!(answer["installed"].as_array().map(Vec::len), Some(2), "{answer}");
-        publish_to(&cluster, "trainer-0", 3, 2).await;
-        let status = cluster.await_version("run", 3, 2, START).await;
-        assert_eq!(status["epoch"], epoch, "the new controller disturbed nothing");
+        deliver(&cluster, 2, &["sim-0", "sim-1"]).await;
     })
     .await;
 }
@@ -151,8 +107,7 @@ async fn suspended_or_deleted_object_leaves_pods_serving() {
         }
         cluster.apply(&weightsync("run")).await.unwrap();
         cluster.await_group("run", 2, START).await;
-        publish_to(&cluster, "trainer-0", 2, 2).await;
-        cluster.await_version("run", 2, 2, MINUTE).await;
+        deliver(&cluster, 2, &["sim-0", "sim-1"]).await;
     })
     .await;
 }
@@ -179,11 +134,9 @@ async fn running_pods_without_a_sidecar_are_adopted_and_get_a_version() {
         object["spec"]["agent"] = json!({"launch": "Ephemeral"});
         cluster.apply(&object).await.unwrap();
         cluster.await_group("run", 2, START).await;
-        publish_to(&cluster, "trainer-0", 1, 2).await;
-        cluster.await_version("run", 1, 2, MINUTE).await;
+        deliver(&cluster, 1, &["sim-root", "sim-user"]).await;
         // The pod's gate is opened by the controller.
         cluster.await_ready("sim-user", MINUTE).await;
-        assert_eq!(served(&cluster, "sim-root").await, served(&cluster, "sim-user").await);
     })
     .await;
 }
@@ -191,7 +144,7 @@ async fn running_pods_without_a_sidecar_are_adopted_and_get_a_version() {
 #[tokio::test(flavor = "multi_thread")]
 async fn agent_the_runtime_cannot_start_is_replaced() {
     Cluster::run("not-started", |cluster| async move {
-        for pod in [torch_trainer("trainer-0"), simulated_vllm("sim-0")] {
+        for pod in [trainer("trainer-0"), simulated_vllm("sim-0")] {
             cluster.create_pod(without_sidecar(pod, 0)).await;
         }
         for pod in ["trainer-0", "sim-0"] {
@@ -211,8 +164,7 @@ async fn agent_the_runtime_cannot_start_is_replaced() {
         object["spec"]["agent"] = json!({"launch": "Ephemeral"});
         cluster.apply(&object).await.unwrap();
         cluster.await_group("run", 1, START).await;
-        publish_to(&cluster, "trainer-0", 1, 1).await;
-        cluster.await_version("run", 1, 1, MINUTE).await;
+        deliver(&cluster, 1, &["sim-0"]).await;
     })
     .await;
 }

@@ -1,15 +1,13 @@
 //! The admission fence around the controller's own account: what a stolen account could try, tried as that account. Nothing is really made:
 //! every request is a dry run, which admission judges like any other.
 
-use std::time::Duration;
-
 use k8s_openapi::api::apps::v1::Deployment;
 use k8s_openapi::api::core::v1::Pod;
 use kube::api::{Patch, PatchParams};
 use kube::{Api, Client, Config};
 use serde_json::{Value, json};
 
-use super::cluster::Cluster;
+use super::cluster::{Cluster, START};
 use super::fixtures::simulated_vllm;
 use super::operator::{NAMESPACE, operator};
 
@@ -46,7 +44,7 @@ async fn account_of_the_controller_adds_its_agent_and_nothing_else() {
     Cluster::run("fence", |cluster| async move {
         cluster.create_pod(simulated_vllm("sim-0")).await;
         cluster
-            .await_pod("sim-0", "it runs", Duration::from_secs(60), |pod| {
+            .await_pod("sim-0", "it runs", START, |pod| {
                 let phase = pod.status.as_ref().and_then(|status| status.phase.clone());
                 if phase.as_deref() == Some("Running") { Ok(()) } else { Err(format!("{phase:?}")) }
             })

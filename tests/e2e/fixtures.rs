@@ -1,4 +1,4 @@
-//! The pods and objects that tests are made of: simulated engines, real vLLM servers, a torch trainer, WeightSync objects.
+//! The pods and objects that tests are made of: simulated engines, real vLLM servers, trainers with torch and without, WeightSync objects.
 //!
 //! Images and folders are those of the test fixture (tests/cluster/README.md): `engine:test` is a Python with vLLM and torch, made of links
 //! into `/host`, and `/host/share` holds checkpoints, scripts and packages.
@@ -27,9 +27,14 @@ pub const BASE_MODEL: &str = "/host/share/models/base";
 /// A folder of the node that pods may write to, for checkpoints that a fresh engine starts from.
 pub const SCRATCH: &str = "/var/lib/weightsync-e2e";
 
-/// A pod of one container; with a role it takes part, and is selected by the label `group`.
+/// What a sidecar requests of a CPU: `prepare.sh` sets it.
+pub const SIDECAR_CPU: &str = "10m";
+
+/// A pod of one container; with a role it takes part, and is selected by the label `group`. It requests a little of a CPU: a pod that requests
+/// none gets next to nothing while servers of another test start.
 fn pod(name: &str, role: Option<&str>, mut container: Value) -> Value {
     container["imagePullPolicy"] = json!("Never");
+    container["resources"] = json!({"requests": {"cpu": "10m"}});
     container["volumeMounts"] = json!([
         {"name": "host", "mountPath": "/host", "readOnly": true},
         {"name": "shm", "mountPath": "/dev/shm"},
@@ -62,12 +67,15 @@ fn pod(name: &str, role: Option<&str>, mut container: Value) -> Value {
 pub fn vllm(name: &str, role: Option<&str>, model: &str) -> Value {
     let args = ["serve", model, "--served-model-name=m", "--port=8000", "--dtype=bfloat16", "--enforce-eager", "--max-model-len=512"];
     let limits = ["--max-num-seqs=4", "--num-gpu-blocks-override=128", "--enable-prefix-caching"];
-    let args = [args.as_slice(), limits.as_slice()].concat();
+    // One process less to start: the worker lives in the engine's own.
+    let args = [args.as_slice(), limits.as_slice(), &["--distributed-executor-backend=uni"]].concat();
     let container = json!({
         "name": "engine", "image": ENGINE_IMAGE, "command": ["vllm"], "args": args,
         "env": env(&[[
             ("VLLM_SERVER_DEV_MODE", "1"), ("VLLM_TARGET_DEVICE", "cpu"), ("VLLM_CPU_KVCACHE_SPACE", "1"), ("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
-            ("OMP_NUM_THREADS", "1"), ("HF_HUB_OFFLINE", "1"), ("VLLM_NO_USAGE_STATS", "1"), ("DO_NOT_TRACK", "1")
+            ("OMP_NUM_THREADS", "1"), ("HF_HUB_OFFLINE", "1"), ("VLLM_NO_USAGE_STATS", "1"), ("DO_NOT_TRACK", "1"),
+            // vLLM lets `uni` be chosen on CPU only with the first; `prepare.sh` puts what it knows of the model's class into that folder.
+            ("VLLM_ENABLE_V1_MULTIPROCESSING", "0"), ("VLLM_CACHE_ROOT", "/host/share/vllm")
         ].as_slice(), processor::environment()].concat()),
         "ports": [{"containerPort": ENGINE_PORT}],
         "readinessProbe": {"httpGet": {"path": "/health", "port": ENGINE_PORT}, "periodSeconds": 2, "timeoutSeconds": 5}
@@ -77,9 +85,21 @@ pub fn vllm(name: &str, role: Option<&str>, model: &str) -> Value {
 
 /// A torch process that trains a small model and publishes when asked (`tests/e2e/trainer.py`).
 pub fn torch_trainer(name: &str) -> Value {
+    trainer_with(name, &[])
+}
+
+/// The same without torch: it trains numpy arrays, and starts in a tenth of the time.
+pub fn trainer(name: &str) -> Value {
+    trainer_with(name, &["--numpy"])
+}
+
+fn trainer_with(name: &str, more: &[&str]) -> Value {
+    let port = TRAINER_PORT.to_string();
+    let command = ["python", "-u", "/host/share/e2e/trainer.py", "--model", BASE_MODEL, "--port", &port];
+    let command = [command.as_slice(), more].concat();
     let container = json!({
         "name": "trainer", "image": ENGINE_IMAGE,
-        "command": ["python", "-u", "/host/share/e2e/trainer.py", "--model", BASE_MODEL, "--port", TRAINER_PORT.to_string()],
+        "command": command,
         "env": env(&[("PYTHONPATH", "/host/share/python"), ("OMP_NUM_THREADS", "1"), ("HF_HUB_OFFLINE", "1")]),
         "ports": [{"containerPort": TRAINER_PORT}],
         "readinessProbe": {"httpGet": {"path": "/health", "port": TRAINER_PORT}, "periodSeconds": 1}
@@ -157,7 +177,8 @@ pub fn weightsync(name: &str) -> Value {
         "spec": {
             "trainer": {"selector": {"matchLabels": {"group": "trainer"}}},
             "rollouts": [{"name": "actors", "selector": {"matchLabels": {"group": "rollout"}}, "engine": {"kind": "VLLM", "ports": [ENGINE_PORT]}}],
-            "health": {"periodSeconds": 1, "timeoutSeconds": 1, "failureThreshold": 2}
+            // A server that ended is found within two seconds; one that is late on a busy machine is not given up.
+            "health": {"periodSeconds": 1, "timeoutSeconds": 5, "failureThreshold": 2}
         }
     })
 }

@@ -3,18 +3,16 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
 use serde_json::{Value, json};
 use tokio::task::JoinHandle;
 
 use super::asks::{publish, publish_poisoned, publish_to, served};
-use super::cluster::{Cluster, eventually};
+use super::cluster::{Cluster, MINUTE, eventually};
 use super::faults::group_by;
 use super::fixtures::{ENGINE_PORT, weightsync};
 use super::http::request;
 
-const MINUTE: Duration = Duration::from_secs(60);
 const PODS: [&str; 3] = ["sim-0", "sim-1", "sim-2"];
 
 /// What a user got; none where no log-prob was a number.

@@ -110,7 +110,7 @@ class Plugin:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--count", type=int, default=8)
+    parser.add_argument("--count", type=int, default=15)
     parser.add_argument("--libraries", required=True, help="folder of the node with lib64/libcuda.so.1 and nccl/libnccl.so.2")
     arguments = parser.parse_args()
     while True:

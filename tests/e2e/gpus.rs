@@ -2,27 +2,23 @@
 //! named with what is wrong. GPUs, driver and NCCL are stand-ins (tests/fakegpu), handed out by a stand-in for NVIDIA's device plugin (gpus.py).
 //! Each pod has a GPU memory of its own, so bytes between pods travel by the pods' addresses, through the chart's network policies.
 
-use std::time::Duration;
-
 use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt;
 use kube::api::{ListParams, LogParams};
 use serde_json::{Value, json};
 
-use super::asks::{publish, publish_to, served, train};
-use super::cluster::Cluster;
-use super::fixtures::{simulated_vllm, torch_trainer, weightsync, wrapped};
+use super::asks::{deliver, publish, served, train};
+use super::cluster::{Cluster, MINUTE, START};
+use super::fixtures::{simulated_vllm, torch_trainer, trainer, weightsync, wrapped};
 use super::injection::would_be;
 use super::node::{on_node, process, send};
 
-const MINUTE: Duration = Duration::from_secs(60);
-const START: Duration = Duration::from_secs(120);
 /// Where the device plugin puts the libraries.
 const DRIVER: &str = "/usr/local/nvidia/lib64";
 const NCCL: &str = "/usr/local/nvidia/nccl/libnccl.so.2";
 /// Where the stand-in keeps the memory of GPUs: each pod has a volume there, which its containers share.
 const GPU_FOLDER: &str = "/dev/shm/gpu";
-/// The last of sixteen GPUs of a node; the device plugin has eight.
+/// The last of sixteen GPUs of a node; the device plugin has the others.
 const SHOWN_GPU: &str = "GPU-fa4e0000-0000-4000-8000-00000000000f";
 
 /// Sets a variable of a container.
@@ -109,19 +105,6 @@ async fn group_after(cluster: &Cluster, after: u64, rollouts: u64) -> (u64, Stri
         .await
 }
 
-/// Trains and publishes; every engine serves the same, and what it did not serve before.
-async fn deliver(cluster: &Cluster, version: u64, rollouts: &[&str]) {
-    let before = served(cluster, rollouts[0]).await;
-    train(cluster, "trainer-0").await;
-    publish_to(cluster, "trainer-0", version, rollouts.len()).await;
-    cluster.await_version("run", version, rollouts.len() as u64, MINUTE).await;
-    let now = served(cluster, rollouts[0]).await;
-    assert_ne!(now, before, "version {version}");
-    for other in rollouts {
-        assert_eq!(served(cluster, other).await, now, "{other}, version {version}");
-    }
-}
-
 /// Kills the process that the agent in this container drives its GPU with.
 async fn kill_worker(cluster: &Cluster, pod: &str, container: &str) {
     let agent = process(cluster, pod, container).await;
@@ -198,11 +181,11 @@ async fn wrapped_nccl_group_outlives_workers_and_pods() {
 #[tokio::test(flavor = "multi_thread")]
 async fn sidecars_with_gpus_form_an_nccl_group_and_heal() {
     Cluster::run("gpus-sidecar", |cluster| async move {
-        let trainer = sidecar_on_gpu(&cluster, torch_trainer("trainer-0")).await;
+        let source = sidecar_on_gpu(&cluster, trainer("trainer-0")).await;
         let together = sidecar_on_shown_gpu(&cluster, simulated_vllm("sim-0")).await;
         // A sidecar whose GPU is not the engine's, in a PID namespace of its own: weights pass to the engine by the host.
         let apart = sidecar_on_gpu(&cluster, simulated_vllm("sim-1")).await;
-        for pod in [trainer, together, apart] {
+        for pod in [source, together, apart] {
             cluster.create_pod(pod).await;
         }
         cluster.apply(&over_nccl("Sidecar")).await.unwrap();
@@ -239,7 +222,7 @@ async fn pods_without_usable_nccl_are_named_with_remedies() {
         let sidecar = &mut little_memory["spec"]["initContainers"][0];
         set(sidecar, "FAKEGPU_DIR", json!({"value": "/tmp/gpu"}));
         sidecar["volumeMounts"].as_array_mut().unwrap().push(json!({"name": "tmp", "mountPath": "/tmp"}));
-        for pod in [wrapped_on_gpu(torch_trainer("trainer-0")), without_gpu, without_library, older, newer_cuda, little_memory] {
+        for pod in [wrapped_on_gpu(trainer("trainer-0")), without_gpu, without_library, older, newer_cuda, little_memory] {
             cluster.create_pod(pod).await;
         }
         cluster.create_pod(wrapped_on_gpu(simulated_vllm("sim-0"))).await;

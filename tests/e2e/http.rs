@@ -8,7 +8,7 @@ use k8s_openapi::api::core::v1::Pod;
 use serde_json::Value;
 use std::time::Duration;
 
-use super::cluster::Cluster;
+use super::cluster::{Cluster, MINUTE};
 
 /// One request; `Err` says why there was no answer.
 pub async fn request(
@@ -48,10 +48,10 @@ async fn ask(cluster: &Cluster, pod: &str, port: u16, method: &str, path: &str, 
 
 /// `GET` of a port that must answer.
 pub async fn get(cluster: &Cluster, pod: &str, port: u16, path: &str) -> (u16, Value) {
-    request(cluster, pod, port, "GET", path, None, Duration::from_secs(20)).await.unwrap()
+    request(cluster, pod, port, "GET", path, None, MINUTE).await.unwrap()
 }
 
 /// `POST` to a port that must answer.
 pub async fn post(cluster: &Cluster, pod: &str, port: u16, path: &str, body: &Value) -> (u16, Value) {
-    request(cluster, pod, port, "POST", path, Some(body), Duration::from_secs(120)).await.unwrap()
+    request(cluster, pod, port, "POST", path, Some(body), 2 * MINUTE).await.unwrap()
 }

@@ -1,4 +1,4 @@
-//! End-to-end tests on a cluster: `make e2e` makes a kind cluster, installs the chart and runs these, one after the other.
+//! End-to-end tests on a cluster: `make e2e` makes a kind cluster, installs the chart and runs these, three at a time.
 //!
 //! They work on any kubeconfig whose cluster `tests/e2e/prepare.sh` made ready (images, checkpoints, the chart); those that send signals to
 //! processes, and the network policies that are enforced in all of them, need kind's node as well
@@ -6,8 +6,10 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing, missing_docs)]
 
+mod alone;
 mod asks;
 mod cluster;
+mod engines;
 mod external;
 mod faults;
 mod fence;
@@ -23,8 +25,6 @@ mod operate;
 mod operator;
 mod policies;
 mod quickstart;
-mod registered;
 mod service;
-mod versions;
 mod webhook;
 mod wrap;

@@ -8,7 +8,7 @@ use k8s_openapi::api::core::v1::Pod;
 use kube::api::{ListParams, Patch, PatchParams};
 use serde_json::json;
 
-use super::cluster::{Cluster, eventually};
+use super::cluster::{Cluster, START, eventually};
 
 /// The chart that tests install: that of this repository, or the one that WEIGHTSYNC_CHART names.
 pub fn chart() -> String {
@@ -36,7 +36,7 @@ pub async fn scale_controller(cluster: &Cluster, replicas: i32) {
     let deployments = operator(cluster).api::<Deployment>();
     let patch = Patch::Merge(json!({"spec": {"replicas": replicas}}));
     deployments.patch("weightsync", &PatchParams::default(), &patch).await.unwrap();
-    eventually(&format!("{replicas} controllers"), Duration::from_secs(60), || async {
+    eventually(&format!("{replicas} controllers"), START, || async {
         let found = deployments.get("weightsync").await.map_err(|error| error.to_string())?.status.unwrap_or_default();
         let pods = controllers(cluster).await.len();
         let is = (found.ready_replicas.unwrap_or(0), i32::try_from(pods).unwrap_or(-1));

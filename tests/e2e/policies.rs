@@ -2,21 +2,21 @@
 //! namespace from here.
 //!
 //! Where the cluster's network does not enforce them (tests/cluster/README.md), this writes what they say of the pods there are as nftables
-//! rules of the node, and again whenever pods or policies change. Part of `networking.k8s.io/v1` that the chart uses: selectors of pods and
+//! rules of the node, and again whenever pods or policies change: one table for all tests that run. Part of `networking.k8s.io/v1` that the chart uses: selectors of pods and
 //! namespaces, TCP and UDP ports by number and name. What it does not know fails the test.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use k8s_openapi::api::core::v1::{Namespace, Pod};
 use k8s_openapi::api::networking::v1::{NetworkPolicy, NetworkPolicyPeer, NetworkPolicyPort};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::LabelSelector;
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
-use kube::api::ListParams;
+use kube::core::ObjectList;
 use kube::{Api, Client, ResourceExt};
 use serde_json::json;
-use tokio::sync::Mutex;
+use tokio::sync::{Mutex, OnceCell};
 use tokio::task::JoinHandle;
 
 use crate::fixtures::ENGINE_PORT;
@@ -48,16 +48,30 @@ fn address(pod: &Pod) -> Option<&str> {
     pod.status.as_ref().and_then(|status| status.pod_ip.as_deref()).filter(|_| !on_host)
 }
 
+/// What the API server answered to the last look: lists of policies, pods and namespaces.
+type Answers = [String; 3];
+
+/// Lists the API server's objects, as it last heard of them.
+async fn look(client: &Client) -> kube::Result<Answers> {
+    let list = |path: &str| {
+        let request = http::Request::get(format!("{path}?resourceVersion=0")).body(Vec::new()).unwrap();
+        async move { client.request_text(request).await }
+    };
+    Ok([list("/apis/networking.k8s.io/v1/networkpolicies").await?, list("/api/v1/pods").await?, list("/api/v1/namespaces").await?])
+}
+
+fn items<K: serde::de::DeserializeOwned + Clone>(answer: &str) -> Vec<K> {
+    serde_json::from_str::<ObjectList<K>>(answer).expect("a list").items
+}
+
 impl Seen {
-    /// What the API server last heard of; an error while there is none.
-    async fn now(client: &Client) -> kube::Result<Self> {
-        let all = ListParams::default().match_any();
-        let namespaces = Api::<Namespace>::all(client.clone()).list(&all).await?.items;
-        Ok(Self {
-            policies: Api::all(client.clone()).list(&all).await?.items,
-            pods: Api::all(client.clone()).list(&all).await?.items,
-            namespaces: namespaces.into_iter().map(|one| (one.name_any(), one.metadata.labels.unwrap_or_default())).collect(),
-        })
+    fn of([policies, pods, namespaces]: &Answers) -> Self {
+        let namespaces = items::<Namespace>(namespaces).into_iter();
+        Self {
+            policies: items(policies),
+            pods: items(pods),
+            namespaces: namespaces.map(|one| (one.name_any(), one.metadata.labels.unwrap_or_default())).collect(),
+        }
     }
 
     /// Addresses of the pods that a peer of a policy means.
@@ -108,9 +122,16 @@ impl Seen {
         ports.iter().map(rule).collect()
     }
 
-    /// All rules, as `nft -f` reads them.
-    fn script(&self) -> String {
+    /// All rules, as `nft -f` reads them; none for what pods of the namespaces `lifted` get and send.
+    fn script(&self, lifted: &BTreeSet<String>) -> String {
         let (mut chains, mut forward, mut input) = (String::new(), String::new(), String::new());
+        let is_lifted = |pod: &&Pod| pod.namespace().is_some_and(|namespace| lifted.contains(&namespace));
+        let free: Vec<&str> = self.pods.iter().filter(is_lifted).filter_map(address).collect();
+        if !free.is_empty() {
+            let free = free.join(", ");
+            writeln!(forward, "ip saddr {{ {free} }} accept\nip daddr {{ {free} }} accept").unwrap();
+            writeln!(input, "ip saddr {{ {free} }} accept").unwrap();
+        }
         for (number, pod) in self.pods.iter().enumerate() {
             let Some(own) = address(pod) else { continue };
             let labels = pod.metadata.labels.clone().unwrap_or_default();
@@ -162,16 +183,38 @@ impl Seen {
 /// How often it is looked for changes. Until then a new pod is no one's peer, as it is for a while in any network.
 const LOOK: Duration = Duration::from_millis(300);
 
-/// The rules that the node has; none while nothing is to be enforced.
-static RULES: Mutex<Option<String>> = Mutex::const_new(None);
+/// The rules that the node has, for all tests that run.
+struct Rules {
+    /// Tests that want policies enforced.
+    users: usize,
+    /// Namespaces whose pods no policy holds any more.
+    lifted: BTreeSet<String>,
+    /// What the node has; none where no rule of ours stands.
+    script: Option<String>,
+    /// When it was looked for changes, and what was seen.
+    looked: Option<Instant>,
+    seen: Answers,
+}
+
+impl Rules {
+    const fn none() -> Self {
+        Self { users: 0, lifted: BTreeSet::new(), script: None, looked: None, seen: [String::new(), String::new(), String::new()] }
+    }
+}
+
+static RULES: Mutex<Rules> = Mutex::const_new(Rules::none());
 
 /// Keeps policies enforced until it is ended.
-pub struct Enforced(Option<JoinHandle<()>>);
+pub struct Enforced {
+    namespace: String,
+    /// None where the cluster's network enforces them.
+    keeps: Option<JoinHandle<()>>,
+}
 
-impl Enforced {
-    /// Lets only who takes part, the controllers and users of engines (`app: asker`) reach the pods of a namespace that take part.
-    pub async fn begin(client: &Client, namespace: &str) -> Self {
-        let where_agents = format!("networkPolicy.agents.namespaces={{{namespace}}}");
+/// The policy that the chart makes for the pods that take part in a namespace.
+async fn policy_of_chart(namespace: &str) -> NetworkPolicy {
+    static MADE: OnceCell<NetworkPolicy> = OnceCell::const_new();
+    let make = || async {
         let users = json!([{"from": [{"podSelector": {"matchLabels": {"app": "asker"}}}], "ports": [{"port": ENGINE_PORT}]}]);
         let users = format!("networkPolicy.agents.ingress={users}");
         let chart = chart();
@@ -186,49 +229,75 @@ impl Enforced {
             "--show-only",
             "templates/networkpolicy.yaml",
         ];
-        let values = ["--set", "networkPolicy.agents.enabled=true", "--set", &where_agents, "--set-json", &users];
+        let values = ["--set", "networkPolicy.agents.enabled=true", "--set", "networkPolicy.agents.namespaces={any}", "--set-json", &users];
         let reported = set_by_helm(&[template.as_slice(), &values].concat()).await;
         let policy = reported.split("---\n").find(|document| document.contains("kind: NetworkPolicy")).expect("helm makes a policy");
-        let policy: NetworkPolicy = serde_saphyr::from_str(policy).unwrap();
+        serde_saphyr::from_str(policy).unwrap()
+    };
+    let mut policy: NetworkPolicy = MADE.get_or_init(make).await.clone();
+    assert_eq!(policy.metadata.namespace.replace(namespace.to_owned()).as_deref(), Some("any"));
+    policy
+}
+
+impl Enforced {
+    /// Lets only who takes part, the controllers and users of engines (`app: asker`) reach the pods of a namespace that take part.
+    pub async fn begin(client: &Client, namespace: &str) -> Self {
+        let policy = policy_of_chart(namespace).await;
         Api::namespaced(client.clone(), namespace).create(&kube::api::PostParams::default(), &policy).await.unwrap();
+        let namespace = namespace.to_owned();
         if std::env::var("WEIGHTSYNC_E2E_POLICIES").is_ok_and(|by| by == "cluster") {
-            return Self(None);
+            return Self { namespace, keeps: None };
         }
-        *RULES.lock().await = Some(String::new());
-        Self(Some(tokio::spawn(keep(client.clone()))))
+        RULES.lock().await.users += 1;
+        Self { namespace, keeps: Some(tokio::spawn(keep(client.clone()))) }
     }
 
-    /// Enforces nothing any more. Fails where enforcing failed.
+    /// The last test that ends this enforces nothing any more. Fails where enforcing failed.
     pub async fn end(self) {
-        let Some(task) = self.0 else { return };
-        if task.is_finished() {
-            task.await.expect("policies are enforced");
-        } else {
-            task.abort();
+        let Some(task) = self.keeps else { return };
+        task.abort();
+        let ended = task.await;
+        let mut rules = RULES.lock().await;
+        rules.lifted.remove(&self.namespace);
+        rules.users -= 1;
+        if rules.users == 0 {
+            *rules = Rules::none();
+            on_node(&["sh", "-c", &format!("nft add table {TABLE}; nft delete table {TABLE}")]).await;
         }
-        lift().await;
+        drop(rules);
+        assert!(ended.is_err_and(|error| error.is_cancelled()), "policies are enforced");
     }
 }
 
+/// Looks for changes and writes the rules, unless another test did just now.
 async fn keep(client: Client) {
     let mut every = tokio::time::interval(LOOK);
     every.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     loop {
         every.tick().await;
-        // Without an API server the rules stay as they are.
-        let Ok(seen) = Seen::now(&client).await else { continue };
-        let script = seen.script();
         let mut rules = RULES.lock().await;
-        if rules.as_ref().is_some_and(|rules| *rules != script) {
-            on_node(&["sh", "-c", &format!("nft -f - <<'RULES'\n{script}RULES")]).await;
-            *rules = Some(script);
+        if rules.looked.is_some_and(|at| at.elapsed() < LOOK) {
+            continue;
         }
+        // Without an API server the rules stay as they are.
+        let Ok(seen) = look(&client).await else { continue };
+        rules.looked = Some(Instant::now());
+        if rules.seen == seen {
+            continue;
+        }
+        let script = Seen::of(&seen).script(&rules.lifted);
+        if rules.script.as_ref() != Some(&script) {
+            on_node(&["sh", "-c", &format!("nft -f - <<'RULES'\n{script}RULES")]).await;
+            rules.script = Some(script);
+        }
+        rules.seen = seen;
     }
 }
 
-/// Enforces nothing from now on, in this test.
-pub async fn lift() {
+/// Enforces nothing for the pods of this namespace from now on, until its test ends: neither what they get nor what they send.
+pub async fn lift(namespace: &str) {
     let mut rules = RULES.lock().await;
-    *rules = None;
-    on_node(&["sh", "-c", &format!("nft add table {TABLE}; nft delete table {TABLE}")]).await;
+    rules.lifted.insert(namespace.to_owned());
+    // The rules are other ones for what was seen already.
+    rules.seen = Rules::none().seen;
 }

@@ -1,18 +1,17 @@
 //! What users of a Service see while its pods come and go and versions advance: every answer is of a version that was allowed at that
 //! moment, and none fails but for a pod that was taken away.
 
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use k8s_openapi::api::core::v1::Service;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::asks::{publish, train};
-use super::cluster::{Cluster, eventually};
+use super::cluster::{Cluster, START, eventually};
 use super::fixtures::{ASKER_PORT, ENGINE_PORT, asker};
 use super::http::{get, post};
 
-const START: Duration = Duration::from_secs(300);
 /// How long a pod that became unready may still be asked: the kubelet's and the endpoints' way to the node's rules, on busy cores.
 const ENDPOINTS: f64 = 5.0;
 /// How long requests may fail after a pod was taken away.

@@ -1,8 +1,6 @@
 //! Injection by the controller's webhook, as on a cluster without MutatingAdmissionPolicy: a second installation, for one namespace, which the
 //! policies of the first one leave out. Its pods equal those of `kubectl weightsync inject`, which equal the policy's (`injection.rs`).
 
-use std::time::Duration;
-
 use k8s_openapi::api::admissionregistration::v1::MutatingWebhookConfiguration;
 use k8s_openapi::api::core::v1::{ConfigMap, Pod};
 use kube::Api;
@@ -10,12 +8,11 @@ use kube::api::{ApiResource, DynamicObject, Patch, PatchParams};
 use kube::core::GroupVersionKind;
 use serde_json::{Value, json};
 
-use super::cluster::{Cluster, eventually};
+use super::cluster::{Cluster, MINUTE, eventually};
 use super::fixtures::{IMAGE, asker, simulated_vllm, torch_trainer, wrapped};
 use super::injection::{ask, by_hand};
 use super::operator::{chart, helm};
 
-const MINUTE: Duration = Duration::from_secs(60);
 const RELEASE: &str = "weightsync-webhook";
 
 /// Has the policies of the first installation leave this namespace out. It is deleted with the test, so nothing has to be undone.

@@ -1,21 +1,16 @@
 //! The chart's network policies, enforced: members and the controller reach each other, and no one else reaches them.
 
-use std::time::Duration;
-
 use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt;
 use kube::api::LogParams;
 use serde_json::{Value, json};
 
-use crate::asks::{publish_to, served};
-use crate::cluster::{Cluster, eventually};
-use crate::fixtures::{ENGINE_PORT, STATUS_PORT, simulated_vllm, torch_trainer, weightsync};
+use crate::asks::deliver;
+use crate::cluster::{Cluster, MINUTE, START, eventually};
+use crate::fixtures::{ENGINE_PORT, STATUS_PORT, simulated_vllm, trainer, weightsync};
 use crate::node::{on_node, process};
 use crate::operator::{controllers, operator};
 use crate::policies::lift;
-
-const MINUTE: Duration = Duration::from_secs(60);
-const START: Duration = Duration::from_secs(120);
 
 /// Where a pod's agent listens for members: control and data port, as it says itself.
 async fn listens(cluster: &Cluster, pod: &str) -> (u16, u16) {
@@ -54,7 +49,7 @@ async fn strangers_are_kept_out(cluster: &Cluster) -> (String, Vec<(String, u16)
     let controller = controllers(cluster).await[0].name_any();
     let controller = address(&operator(cluster), &controller).await;
 
-    cluster.create_pod(torch_trainer("trainer-0")).await;
+    cluster.create_pod(trainer("trainer-0")).await;
     for pod in ["sim-0", "sim-1"] {
         cluster.create_pod(simulated_vllm(pod)).await;
     }
@@ -64,9 +59,7 @@ async fn strangers_are_kept_out(cluster: &Cluster) -> (String, Vec<(String, u16)
     cluster.apply(&weightsync("run")).await.unwrap();
     cluster.await_ready("trainer-0", START).await;
     cluster.await_group("run", 2, START).await;
-    publish_to(cluster, "trainer-0", 1, 2).await;
-    cluster.await_version("run", 1, 2, MINUTE).await;
-    assert_eq!(served(cluster, "sim-0").await, served(cluster, "sim-1").await);
+    deliver(cluster, 1, &["sim-0", "sim-1"]).await;
 
     let member = address(cluster, "sim-0").await;
     let (control, data) = listens(cluster, "sim-0").await;
@@ -88,7 +81,7 @@ async fn strangers_are_kept_out(cluster: &Cluster) -> (String, Vec<(String, u16)
 async fn group_forms_under_network_policies_and_strangers_fail() {
     Cluster::run("network", |cluster| async move {
         let (stranger, doors) = strangers_are_kept_out(&cluster).await;
-        lift().await;
+        lift(&cluster.namespace).await;
         for (address, port) in doors {
             eventually(&format!("nothing but the policies kept strangers off {address}:{port}"), MINUTE, || async {
                 if reaches(&stranger, &address, port).await { Ok(()) } else { Err("closed") }

@@ -1,8 +1,6 @@
 //! An operator that is taken away: a second installation, for one namespace only, because what the first one injects into the pods of all
 //! other tests is never made again (tests/e2e/prepare.sh says why).
 
-use std::time::Duration;
-
 use k8s_openapi::api::admissionregistration::v1::{ValidatingAdmissionPolicy, ValidatingAdmissionPolicyBinding};
 use k8s_openapi::api::apps::v1::Deployment;
 use k8s_openapi::api::core::v1::{ConfigMap, Pod, Secret, Service, ServiceAccount};
@@ -13,13 +11,11 @@ use kube::{Api, Resource, ResourceExt};
 use serde_json::json;
 
 use super::standing::{all, with_more};
-use crate::asks::{publish_to, served};
-use crate::cluster::{Cluster, eventually};
-use crate::fixtures::{simulated_vllm, torch_trainer, weightsync, without_sidecar};
+use crate::asks::{deliver, publish_to, served, train};
+use crate::cluster::{Cluster, MINUTE, START, eventually};
+use crate::fixtures::{simulated_vllm, trainer, weightsync, without_sidecar};
 use crate::operator::{chart, helm, scale_controller};
 
-const MINUTE: Duration = Duration::from_secs(60);
-const START: Duration = Duration::from_secs(120);
 const RELEASE: &str = "weightsync-second";
 const PODS: [&str; 3] = ["trainer-0", "sim-0", "sim-1"];
 
@@ -62,7 +58,7 @@ async fn uninstalled(cluster: &Cluster) {
         install.extend(["--set", value]);
     }
     helm(&install).await;
-    for pod in [torch_trainer("trainer-0"), simulated_vllm("sim-0"), simulated_vllm("sim-1")] {
+    for pod in [trainer("trainer-0"), simulated_vllm("sim-0"), simulated_vllm("sim-1")] {
         // That of the first installation.
         let mut pod = without_sidecar(pod, 0);
         if pod["metadata"]["name"] != "trainer-0" {
@@ -75,8 +71,7 @@ async fn uninstalled(cluster: &Cluster) {
     cluster.apply(&object).await.unwrap();
     cluster.await_ready("trainer-0", START).await;
     cluster.await_group("run", 2, START).await;
-    publish_to(cluster, "trainer-0", 1, 2).await;
-    cluster.await_version("run", 1, 2, MINUTE).await;
+    deliver(cluster, 1, &["sim-0", "sim-1"]).await;
     for pod in PODS {
         cluster.await_ready(pod, MINUTE).await;
     }
@@ -91,8 +86,12 @@ async fn uninstalled(cluster: &Cluster) {
     // Pods serve on, and the agents that they have bring versions as before.
     assert_eq!(all(cluster, &PODS).await, before);
     assert_eq!(served(cluster, "sim-1").await, weights);
+    train(cluster, "trainer-0").await;
     publish_to(cluster, "trainer-0", 2, 2).await;
     assert_eq!(all(cluster, &PODS).await, with_more(&before, 1));
+    let now = served(cluster, "sim-0").await;
+    assert_ne!(now, weights);
+    assert_eq!(served(cluster, "sim-1").await, now);
     for pod in PODS {
         cluster.await_ready(pod, MINUTE).await;
     }
@@ -110,7 +109,7 @@ async fn uninstalled(cluster: &Cluster) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn uninstalled_operator_leaves_serving_pods_and_nothing_stuck() {
-    Cluster::run("uninstall", |cluster| async move {
+    Cluster::run_alone("uninstall", |cluster| async move {
         let cluster = std::sync::Arc::new(cluster);
         // The first installation looks at every namespace.
         scale_controller(&cluster, 0).await;

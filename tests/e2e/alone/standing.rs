@@ -7,7 +7,7 @@ use std::time::Duration;
 use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt;
 
-use crate::cluster::{Cluster, eventually};
+use crate::cluster::{Cluster, MINUTE, eventually};
 use crate::fixtures::STATUS_PORT;
 use crate::http::request;
 
@@ -37,7 +37,7 @@ pub fn sum(text: &str, name: &str) -> u64 {
 
 /// The metrics of an agent or a controller.
 pub async fn metrics(cluster: &Cluster, pod: &str, port: u16) -> String {
-    eventually(&format!("metrics of {pod}"), Duration::from_secs(60), || async {
+    eventually(&format!("metrics of {pod}"), MINUTE, || async {
         let (status, text) = request(cluster, pod, port, "GET", "/metrics", None, Duration::from_secs(5)).await?;
         if status == 200 { Ok(text.as_str().unwrap_or_default().to_owned()) } else { Err(format!("{status}: {text}")) }
     })

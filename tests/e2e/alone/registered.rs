@@ -1,17 +1,13 @@
 //! Engines that start and end while their pod runs, and register with its agent: Ray actors that use the Python client.
 
-use std::time::Duration;
-
 use serde_json::{Value, json};
 
-use super::asks::{publish_to, train};
-use super::cluster::{Cluster, eventually};
-use super::fixtures::{TRAINER_PORT, actors, torch_trainer, weightsync};
-use super::http::{get, post, request};
-use super::operator::scale_controller;
+use crate::asks::{publish_to, train};
+use crate::cluster::{Cluster, MINUTE, START, eventually};
+use crate::fixtures::{TRAINER_PORT, actors, trainer, weightsync};
+use crate::http::{get, post, request};
+use crate::operator::scale_controller;
 
-const START: Duration = Duration::from_secs(120);
-const MINUTE: Duration = Duration::from_secs(60);
 const POD: &str = "actors-0";
 
 /// Starts an actor, and returns the port that its engine chose.
@@ -57,8 +53,8 @@ async fn until(cluster: &Cluster, ports: &[u16]) -> u64 {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn engines_register_at_run_time_and_are_fed() {
-    Cluster::run("registered", |cluster| async move {
-        cluster.create_pod(torch_trainer("trainer-0")).await;
+    Cluster::run_alone("registered", |cluster| async move {
+        cluster.create_pod(trainer("trainer-0")).await;
         cluster.create_pod(actors(POD)).await;
         let mut object = weightsync("run");
         object["spec"]["rollouts"][0]["engine"] = json!({"kind": "VLLM", "discovery": "Registered"});

@@ -1,5 +1,5 @@
 //! Parts of the cluster itself that stop or are replaced: the API server, etcd, the kubelet, the operator. Versions flow, no engine is
-//! restarted, and nothing is sent twice. Simulated engines, a real trainer.
+//! restarted, and nothing is sent twice. Simulated engines.
 
 use std::time::Duration;
 
@@ -10,17 +10,15 @@ use k8s_openapi::jiff::Timestamp;
 use kube::api::ListParams;
 use kube::{Api, ResourceExt};
 
-use super::group;
 use super::standing::{all, metrics, sum, with_more};
-use crate::asks::{Published, flow, halt, publish_to, served, trainer_pid};
-use crate::cluster::{Cluster, describe, eventually, is_ready};
+use crate::asks::{Published, deliver, flow, halt, served, trainer_pid};
+use crate::cluster::{Cluster, MINUTE, START, describe, eventually, is_ready};
+use crate::faults::group;
 use crate::fixtures::{TRAINER_PORT, simulated_vllm};
 use crate::http::request;
 use crate::node::{Frozen, on_node, process, program, send};
 use crate::operator::{NAMESPACE, controllers, operator, scale_controller, upgrade};
 
-const MINUTE: Duration = Duration::from_secs(60);
-const START: Duration = Duration::from_secs(120);
 const PODS: [&str; 3] = ["trainer-0", "sim-0", "sim-1"];
 const CONTROLLER_STATUS: u16 = 8080;
 
@@ -59,7 +57,7 @@ fn all_installed(published: &[Published], replicas: usize) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn versions_flow_while_the_api_server_is_frozen() {
-    Cluster::run("api-server", |cluster| async move {
+    Cluster::run_alone("api-server", |cluster| async move {
         group(&cluster, 2).await;
         let before = all(&cluster, &PODS).await;
         let pid = trainer_pid(&cluster, "trainer-0").await;
@@ -120,21 +118,19 @@ async fn await_another(cluster: &Cluster, name: &str, before: &str) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn restart_of_etcd_or_kubelet_restarts_no_engine() {
-    Cluster::run("node-parts", |cluster| async move {
+    Cluster::run_alone("node-parts", |cluster| async move {
         group(&cluster, 2).await;
         let before = all(&cluster, &PODS).await;
         let etcd = program("etcd").await;
         send(&etcd, "KILL").await;
         await_another(&cluster, "etcd", &etcd).await;
-        publish_to(&cluster, "trainer-0", 2, 2).await;
-        cluster.await_version("run", 2, 2, START).await;
+        deliver(&cluster, 2, &["sim-0", "sim-1"]).await;
         assert_eq!(all(&cluster, &PODS).await, with_more(&before, 1), "after etcd");
 
         let kubelet = program("kubelet").await;
         on_node(&["systemctl", "restart", "kubelet"]).await;
         await_another(&cluster, "kubelet", &kubelet).await;
-        publish_to(&cluster, "trainer-0", 3, 2).await;
-        cluster.await_version("run", 3, 2, START).await;
+        deliver(&cluster, 3, &["sim-0", "sim-1"]).await;
         assert_eq!(all(&cluster, &PODS).await, with_more(&before, 2), "after the kubelet");
         await_leaders(&cluster).await;
     })
@@ -153,7 +149,7 @@ async fn leads(cluster: &Cluster, pod: &str) -> bool {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn frozen_leader_that_lost_its_lease_acts_no_more() {
-    Cluster::run("lost-lease", |cluster| async move {
+    Cluster::run_alone("lost-lease", |cluster| async move {
         scale_controller(&cluster, 2).await;
         group(&cluster, 2).await;
         let before = all(&cluster, &PODS).await;
@@ -198,16 +194,16 @@ async fn frozen_leader_that_lost_its_lease_acts_no_more() {
         assert_eq!(by, [Some(second.as_str())], "{formed:?}");
         let newest = formed.iter().max_by_key(|event| event.event_time.clone()).unwrap();
         assert_eq!(newest.reporting_instance.as_deref(), Some(second.as_str()), "{newest:?}");
-        publish_to(&cluster, "trainer-0", 2, 3).await;
+        deliver(&cluster, 2, &["sim-0", "sim-1", "sim-2"]).await;
         scale_controller(&cluster, 1).await;
-        cluster.await_version("run", 2, 3, START).await;
+        await_leaders(&cluster).await;
     })
     .await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn operator_upgrade_restarts_no_engine_and_resends_nothing() {
-    Cluster::run("upgrade", |cluster| async move {
+    Cluster::run_alone("upgrade", |cluster| async move {
         group(&cluster, 2).await;
         let before = all(&cluster, &PODS).await;
         let old: Vec<_> = controllers(&cluster).await.iter().map(ResourceExt::name_any).collect();
@@ -228,6 +224,9 @@ async fn operator_upgrade_restarts_no_engine_and_resends_nothing() {
         // It leads in earnest: a replica that comes is let in and fed.
         cluster.create_pod(simulated_vllm("sim-2")).await;
         cluster.await_version("run", published.last().unwrap().version, 3, START).await;
+        for pod in ["sim-1", "sim-2"] {
+            assert_eq!(served(&cluster, pod).await, served(&cluster, "sim-0").await, "{pod}");
+        }
     })
     .await;
 }
