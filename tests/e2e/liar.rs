@@ -1,19 +1,15 @@
 //! A legitimate rollout pod that lies in every message that it may send. The others go on: each version is served by the honest engines as
 //! the trainer made it, and no order of the liar is carried out.
 
-use std::time::Duration;
-
 use k8s_openapi::api::core::v1::Pod;
 use kube::api::LogParams;
 use serde_json::Value;
 
-use super::asks::{publish, save, train};
-use super::cluster::{Cluster, eventually, is_ready};
-use super::fixtures::{ENGINE_PORT, SCRATCH, liar, simulated_vllm, torch_trainer, weightsync};
-use super::http::get;
+use super::asks::{publish, save, served, train};
+use super::cluster::{Cluster, START, eventually, is_ready};
+use super::fixtures::{SCRATCH, liar, simulated_vllm, trainer, weightsync};
 use super::injection::would_be;
 
-const SOON: Duration = Duration::from_secs(120);
 const HONEST: [&str; 2] = ["sim-0", "sim-1"];
 
 /// Each lie that was informed far, and what was answered.
@@ -23,24 +19,19 @@ async fn lies(cluster: &Cluster) -> Vec<(String, Value)> {
     lines.map(|line| (line["lie"].as_str().unwrap_or_default().to_owned(), line["answer"].clone())).collect()
 }
 
-/// What an engine computes with, asked from the engine itself.
-async fn served(cluster: &Cluster, pod: &str) -> Value {
-    get(cluster, pod, ENGINE_PORT, "/simulator/digest").await.1["digest"].clone()
-}
-
 #[tokio::test(flavor = "multi_thread")]
 async fn rollout_that_lies_in_every_message_changes_no_other() {
     Cluster::run("liar", |cluster| async move {
-        cluster.create_pod(torch_trainer("trainer-0")).await;
+        cluster.create_pod(trainer("trainer-0")).await;
         for name in HONEST {
             cluster.create_pod(simulated_vllm(name)).await;
         }
         cluster.apply(&weightsync("run")).await.unwrap();
-        cluster.await_ready("trainer-0", SOON).await;
-        cluster.await_group("run", 2, SOON).await;
+        cluster.await_ready("trainer-0", START).await;
+        cluster.await_group("run", 2, START).await;
         let sidecar = would_be(&cluster, &simulated_vllm("any")).await["initContainers"][0].clone();
         cluster.create_pod(liar("liar", &sidecar)).await;
-        eventually("the liar is in the group and lies", SOON, || async {
+        eventually("the liar is in the group and lies", START, || async {
             if lies(&cluster).await.is_empty() { Err("not yet") } else { Ok(()) }
         })
         .await;
@@ -64,14 +55,14 @@ async fn rollout_that_lies_in_every_message_changes_no_other() {
             if reported.iter().any(|(lie, _)| lie == "all") {
                 break reported;
             }
-            assert!(begun.elapsed() < 2 * SOON, "it does not come to the last of its lies: {reported:?}");
+            assert!(begun.elapsed() < 2 * START, "it does not come to the last of its lies: {reported:?}");
         };
         let orders = reported.iter().filter(|(_, answer)| answer != "sent");
         let taken: Vec<_> = orders.clone().filter(|(_, answer)| answer == "taken").collect();
         assert!(taken.is_empty(), "{taken:?}");
         assert!(orders.count() >= 2 + 6 * 3, "{reported:?}");
 
-        let status = cluster.await_status("run", "the last version stands", SOON, |status| {
+        let status = cluster.await_status("run", "the last version stands", START, |status| {
             if status["version"] == version { Ok(status.clone()) } else { Err(format!("not version {version}")) }
         });
         let status = status.await;
@@ -86,7 +77,7 @@ async fn rollout_that_lies_in_every_message_changes_no_other() {
         // The trainer's user wrote the files.
         fresh["spec"]["securityContext"] = serde_json::json!({"runAsUser": 0});
         cluster.create_pod(fresh).await;
-        cluster.await_ready("fresh", SOON).await;
+        cluster.await_ready("fresh", START).await;
         assert_eq!(served(&cluster, "fresh").await, before, "version {version} is what the trainer made");
     })
     .await;

@@ -1,15 +1,12 @@
 //! The quick start as the documentation has it, on a cluster: the same file that `weightsync local` reads.
 
-use std::time::Duration;
-
 use serde_json::{Value, json};
 
-use super::asks::publish_to;
-use super::cluster::Cluster;
+use super::asks::{publish_to, served, train};
+use super::cluster::{Cluster, START};
 use super::fixtures::{simulated_vllm, torch_trainer};
 
 const EXAMPLE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/examples/quickstart/weightsync.yaml");
-const SOON: Duration = Duration::from_secs(300);
 
 /// The pod with the label that the example selects. Its own pods name images that no test cluster can pull.
 fn labelled(mut pod: Value, app: &str) -> Value {
@@ -27,11 +24,16 @@ async fn quickstart_runs_unchanged_on_a_cluster() {
             cluster.create_pod(labelled(simulated_vllm(name), "actor")).await;
         }
         for name in ["trainer-0", "actor-0", "actor-1"] {
-            cluster.await_ready(name, SOON).await;
+            cluster.await_ready(name, START).await;
         }
-        cluster.await_group("grpo", 2, SOON).await;
+        cluster.await_group("grpo", 2, START).await;
+        let before = served(&cluster, "actor-0").await;
+        train(&cluster, "trainer-0").await;
         publish_to(&cluster, "trainer-0", 1, 2).await;
-        let status = cluster.await_version("grpo", 1, 2, SOON).await;
+        let status = cluster.await_version("grpo", 1, 2, START).await;
+        let now = served(&cluster, "actor-0").await;
+        assert_ne!(now, before);
+        assert_eq!(served(&cluster, "actor-1").await, now);
         let kinds: Vec<&str> = status["conditions"].as_array().unwrap().iter().filter_map(|one| one["type"].as_str()).collect();
         assert_eq!(kinds, ["Ready", "Progressing", "Accepted", "Degraded"]);
     })
