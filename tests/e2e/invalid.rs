@@ -1,13 +1,11 @@
 //! Objects that make no sense: refused by the API server, or named in a condition, with a message that says what to change; and the
 //! examples of the documentation, which make sense.
 
-use std::time::Duration;
-
 use kube::api::{ApiResource, DynamicObject, Patch, PatchParams};
 use kube::core::GroupVersionKind;
 use serde_json::{Value, json};
 
-use super::cluster::{Cluster, eventually};
+use super::cluster::{Cluster, MINUTE, eventually};
 use super::fixtures::{simulated_vllm, weightsync};
 
 fn with(change: impl FnOnce(&mut Value)) -> Value {
@@ -19,32 +17,52 @@ fn with(change: impl FnOnce(&mut Value)) -> Value {
 #[tokio::test(flavor = "multi_thread")]
 async fn objects_that_make_no_sense_are_refused_with_what_to_change() {
     Cluster::run("invalid", |cluster| async move {
+        // What the schema's types and limits refuse, and one rule of each kind: of a type, of a field, and of fields that exclude each other.
+        // All rules are in src/api/tests/rules.rs.
         let cases: Vec<(&str, Value, &[&str])> = vec![
-            ("no rollouts", with(|spec| spec["rollouts"] = json!([])), &["rollouts"]),
-            ("an unknown engine", with(|spec| spec["rollouts"][0]["engine"]["kind"] = json!("TGI")), &["engine", "VLLM"]),
-            ("no engine", with(|spec| spec["rollouts"][0]["engine"] = json!({})), &["engine"]),
-            ("a port twice", with(|spec| spec["rollouts"][0]["engine"]["ports"] = json!([8000, 8000])), &["ports"]),
-            ("port 0", with(|spec| spec["rollouts"][0]["engine"]["ports"] = json!([0])), &["ports"]),
-            ("minReady 0", with(|spec| spec["membership"] = json!({"minReady": 0})), &["minReady"]),
-            ("minReady 120%", with(|spec| spec["membership"] = json!({"minReady": "120%"})), &["minReady"]),
-            ("an unknown launch", with(|spec| spec["agent"] = json!({"launch": "Magic"})), &["launch"]),
-            ("an empty selector", with(|spec| spec["trainer"]["selector"] = json!({})), &["selector"]),
+            ("no rollouts", with(|spec| spec["rollouts"] = json!([])), &["spec.rollouts", "should have at least 1 items"]),
+            (
+                "an unknown engine",
+                with(|spec| spec["rollouts"][0]["engine"]["kind"] = json!("TGI")),
+                &["engine.kind", "Unsupported value: \"TGI\"", "\"VLLM\""],
+            ),
+            ("no engine", with(|spec| spec["rollouts"][0]["engine"] = json!({})), &["engine.kind: Required value"]),
+            ("a port twice", with(|spec| spec["rollouts"][0]["engine"]["ports"] = json!([8000, 8000])), &["engine.ports", "duplicate"]),
+            (
+                "port 0",
+                with(|spec| spec["rollouts"][0]["engine"]["ports"] = json!([0])),
+                &["engine.ports", "should be greater than or equal to 1"],
+            ),
+            ("an unknown launch", with(|spec| spec["agent"] = json!({"launch": "Magic"})), &["agent.launch", "\"Ephemeral\""]),
+            (
+                "a negative time",
+                with(|spec| spec["health"]["periodSeconds"] = json!(-1)),
+                &["health.periodSeconds", "should be greater than or equal to 1"],
+            ),
+            (
+                "an empty selector",
+                with(|spec| spec["trainer"]["selector"] = json!({})),
+                &["spec.trainer.selector", "name at least one label in matchLabels or matchExpressions"],
+            ),
+            (
+                "minReady 120%",
+                with(|spec| spec["membership"] = json!({"minReady": "120%"})),
+                &["spec.membership.minReady", "must be a number from 1 to 99999, or a percentage from \"1%\" to \"100%\""],
+            ),
             (
                 "retain with Ephemeral",
                 with(|spec| {
                     spec["agent"] = json!({"launch": "Ephemeral"});
                     spec["update"] = json!({"retainMiB": 1024});
                 }),
-                &["retain", "agent.launch"],
+                &["remove update.retainMiB or choose another agent.launch"],
             ),
-            ("explicit order without names", with(|spec| spec["rollouts"][0]["order"] = json!({})), &["names"]),
-            ("a negative time", with(|spec| spec["health"]["periodSeconds"] = json!(-1)), &["periodSeconds"]),
         ];
         for (what, object, words) in cases {
             let error = cluster.apply(&object).await.err().unwrap_or_else(|| panic!("{what} was accepted"));
             let message = error.to_string();
             for word in words {
-                assert!(message.contains(word), "{what}: the message does not name {word}: {message}");
+                assert!(message.contains(word), "{what}: the message does not say {word}: {message}");
             }
         }
     })
@@ -82,7 +100,7 @@ async fn what_the_api_server_cannot_know_is_named_in_a_condition() {
                 found.cloned().ok_or_else(|| said.join("; "))
             }
         };
-        let within = Duration::from_secs(60);
+        let within = MINUTE;
         // No trainer pod at all: named, not guessed.
         cluster.create_pod(simulated_vllm("sim-0")).await;
         let first = cluster.apply(&weightsync("first")).await.unwrap();
@@ -90,7 +108,7 @@ async fn what_the_api_server_cannot_know_is_named_in_a_condition() {
         // A second object that claims the same pods: the younger is refused and names the older.
         // Kubernetes counts ages in seconds.
         let made = first.metadata.creation_timestamp.unwrap().0.as_second();
-        eventually("the clock's next second", Duration::from_secs(5), || async {
+        eventually("the clock's next second", MINUTE, || async {
             let now = k8s_openapi::jiff::Timestamp::now().as_second();
             if now > made { Ok(()) } else { Err(now) }
         })
