@@ -5,45 +5,54 @@ mod preflight;
 
 use std::path::PathBuf;
 use std::process::Stdio;
-use std::time::Duration;
 
 use serde_json::{Value, json};
 use tokio::process::Command;
 
-use super::asks::publish_to;
-use super::cluster::Cluster;
-use super::fixtures::{STATUS_PORT, simulated_vllm, torch_trainer, weightsync, wrapped};
+use super::asks::deliver;
+use super::cluster::{Cluster, MINUTE, START};
+use super::fixtures::{STATUS_PORT, simulated_vllm, trainer, weightsync, wrapped};
 use super::http::{get, request};
 
-const START: Duration = Duration::from_secs(120);
-const MINUTE: Duration = Duration::from_secs(60);
 /// A trainer and a rollout with sidecars, and a wrapped rollout.
 const PODS: [&str; 3] = ["trainer-0", "sim-0", "sim-1"];
 
 /// Standard output of a verb that ends with this code.
 async fn verb(cluster: &Cluster, words: &[&str], code: i32) -> String {
+    let (output, text, error) = run(cluster, words).await;
+    assert_eq!(output, Some(code), "{words:?}: {text}{error}");
+    text
+}
+
+/// How a verb ends: its code, standard output and standard error.
+async fn run(cluster: &Cluster, words: &[&str]) -> (Option<i32>, String, String) {
     let mut command = Command::new(env!("CARGO_BIN_EXE_kubectl-weightsync"));
     command.args(words).args(["--namespace", &cluster.namespace]).stdin(Stdio::null()).kill_on_drop(true);
-    let output = tokio::time::timeout(MINUTE, command.output()).await.expect("it ends").unwrap();
+    let output = tokio::time::timeout(START, command.output()).await.expect("it ends").unwrap();
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-    assert_eq!(output.status.code(), Some(code), "{words:?}: {}{}", text(&output.stdout), text(&output.stderr));
-    text(&output.stdout)
+    (output.status.code(), text(&output.stdout), text(&output.stderr))
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn the_plugins_verbs_work_on_a_cluster() {
     Cluster::run("operate", |cluster| async move {
-        cluster.create_pod(torch_trainer("trainer-0")).await;
+        cluster.create_pod(trainer("trainer-0")).await;
         cluster.create_pod(simulated_vllm("sim-0")).await;
         cluster.create_pod(wrapped(simulated_vllm("sim-1"))).await;
         cluster.apply(&weightsync("run")).await.unwrap();
         cluster.await_ready("trainer-0", START).await;
         cluster.await_group("run", 2, START).await;
-        publish_to(&cluster, "trainer-0", 1, 2).await;
-        cluster.await_version("run", 1, 2, MINUTE).await;
+        deliver(&cluster, 1, &["sim-0", "sim-1"]).await;
 
         let status: Value = serde_json::from_str(&verb(&cluster, &["status", "run", "-o", "json"], 0).await).unwrap();
         assert_eq!(status["status"]["version"], 1);
+        // The trainer is the first rank, and each engine has one of the others.
+        let members = status["status"]["members"].as_array().unwrap().iter();
+        let mut ranks: Vec<_> =
+            members.map(|member| (member["rankOffset"].as_i64(), member["size"].as_i64(), member["name"].as_str().unwrap())).collect();
+        ranks.sort_unstable();
+        assert_eq!(ranks.iter().map(|rank| (rank.0, rank.1)).collect::<Vec<_>>(), [0, 1, 2].map(|at| (Some(at), Some(1))), "{ranks:?}");
+        assert_eq!(ranks[0].2, "trainer/trainer-0", "{ranks:?}");
         cluster.await_event(&["GroupFormed"], MINUTE, |_| true).await;
         // A forwarded port is a loopback peer; a PUT without a body brings the filter of the start back.
         for pod in PODS {
@@ -74,7 +83,7 @@ async fn the_plugins_verbs_work_on_a_cluster() {
 
         preflight::edges_of_a_running_group_are_measured(&cluster).await;
 
-        verb(&cluster, &["release", "run", "--timeout", "60"], 0).await;
+        verb(&cluster, &["release", "run", "--timeout", "300"], 0).await;
         cluster.patch_weightsync("run", &json!({"spec": {"suspend": false}})).await.unwrap();
         cluster.await_group("run", 2, MINUTE).await;
         cluster.await_version("run", 1, 2, MINUTE).await;
