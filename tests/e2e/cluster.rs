@@ -59,8 +59,8 @@ impl Cluster {
         }
     }
 
-    /// The same while no other test runs: for those that change the cluster or the operator of all. They stand in `alone/`, so that they run one
-    /// after the other: each time the first of them waits for tests that run, and others wait for the last.
+    /// The same while no other test runs: for those that change the cluster or the operator of all. They stand in `alone/`, so that they run
+    /// one after the other: each that runs between others makes all threads wait.
     pub async fn run_alone<F, Fut>(name: &str, test: F)
     where
         F: FnOnce(Self) -> Fut,
@@ -268,8 +268,8 @@ pub fn describe(pod: &Pod) -> String {
     format!("{:?} {conditions:?} {states:?}", status.phase)
 }
 
-/// Asks until the answer is `Ok`; fails with the last refusal after `timeout`. Each question may take 10 s. It asks less often the longer it
-/// waits: questions cost time on the cores that the answer waits for.
+/// Asks until the answer is `Ok`; fails with the last refusal after `timeout`. Each question may take 10 s. It asks less often the longer
+/// it waits: questions cost time on the cores that the answer waits for.
 pub async fn eventually<T, E, F, Fut>(what: &str, timeout: Duration, mut ask: F) -> T
 where
     F: FnMut() -> Fut,

@@ -30,8 +30,8 @@ pub const SCRATCH: &str = "/var/lib/weightsync-e2e";
 /// What a sidecar requests of a CPU: `prepare.sh` sets it.
 pub const SIDECAR_CPU: &str = "10m";
 
-/// A pod of one container; with a role it takes part, and is selected by the label `group`. It requests a little of a CPU: a pod that requests
-/// none gets next to nothing while servers of another test start.
+/// A pod of one container; with a role it takes part, and is selected by the label `group`. It requests a little of a CPU: a pod that
+/// requests none gets next to nothing while servers of another test start.
 fn pod(name: &str, role: Option<&str>, mut container: Value) -> Value {
     container["imagePullPolicy"] = json!("Never");
     container["resources"] = json!({"requests": {"cpu": "10m"}});

@@ -17,8 +17,8 @@ fn with(change: impl FnOnce(&mut Value)) -> Value {
 #[tokio::test(flavor = "multi_thread")]
 async fn objects_that_make_no_sense_are_refused_with_what_to_change() {
     Cluster::run("invalid", |cluster| async move {
-        // What the schema's types and limits refuse, and one rule of each kind: of a type, of a field, and of fields that exclude each other.
-        // All rules are in src/api/tests/rules.rs.
+        // What the schema's types and limits refuse, and one rule of each kind: of a type, of a field, of fields that exclude each other. All
+        // rules are in src/api/tests/rules.rs.
         let cases: Vec<(&str, Value, &[&str])> = vec![
             ("no rollouts", with(|spec| spec["rollouts"] = json!([])), &["spec.rollouts", "should have at least 1 items"]),
             (

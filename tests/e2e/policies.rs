@@ -2,8 +2,8 @@
 //! namespace from here.
 //!
 //! Where the cluster's network does not enforce them (tests/cluster/README.md), this writes what they say of the pods there are as nftables
-//! rules of the node, and again whenever pods or policies change: one table for all tests that run. Part of `networking.k8s.io/v1` that the chart uses: selectors of pods and
-//! namespaces, TCP and UDP ports by number and name. What it does not know fails the test.
+//! rules of the node, and again whenever pods or policies change: one table for all tests that run. Part of `networking.k8s.io/v1` that the
+//! chart uses: selectors of pods and namespaces, TCP and UDP ports by number and name. What it does not know fails the test.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;

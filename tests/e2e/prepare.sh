@@ -65,8 +65,8 @@ cp -al "$ray" "$WEIGHTSYNC_SHARE/ray"
 # An install that failed cannot be upgraded. One that worked is upgraded, not removed: the API server (1.36) goes on with
 # the parameters of the old injection policy when a policy with parameters of a built-in kind is deleted and made again.
 state=$(helm status weightsync --namespace weightsync-system --output json 2>/dev/null | jq -r .info.status || true)
-# Sidecars request less CPU than by default: the pods of three tests have room next to what the cluster's own parts reserve of two cores.
 [ "$state" = deployed ] || helm uninstall weightsync --namespace weightsync-system --ignore-not-found --wait --timeout 60s
+# Sidecars request less CPU than by default: on two cores, of which the cluster's own parts reserve one, the pods of three tests have room.
 helm upgrade --install weightsync "$chart" --namespace weightsync-system --create-namespace \
   "${values[@]}" --set image.pullPolicy=Never \
   --set networkPolicy.controller.enabled=true \
