@@ -2,9 +2,10 @@
 SHELL := /bin/bash -euo pipefail
 .DEFAULT_GOAL := help
 CLUSTER := tests/cluster
-# Tests that wait more than they compute run on more threads than there are cores: of one crate, and of processes on this machine.
+# Tests that wait more than they compute run on more threads than there are cores: of one crate, of processes on this machine, of the cluster.
 UNIT_THREADS := 8
 HOST_THREADS := 6
+CLUSTER_THREADS := 3
 # Settings of the test cluster (KUBECONFIG, PATH with kind, kubectl and helm), for the line that starts with it.
 CLUSTER_ENV := source $(CLUSTER)/env.sh;
 # The earlier commit that test-previous builds: empty for the newest release, or what tests/tools/previous-commit names.
@@ -237,14 +238,14 @@ upstream-fastdeploy: programs ## Run FastDeploy's own loader on Paddle for proce
 .PHONY: e2e
 e2e: cluster-up programs ## Run the end-to-end tests on the kind cluster, with the debug build that all tests use (CPU=avx2 as above)
 	WEIGHTSYNC_BINARY=target/debug/weightsync tests/e2e/prepare.sh
-	$(CLUSTER_ENV) WEIGHTSYNC_TEST_CPU=$(CPU) cargo test --locked --workspace --test e2e -- --test-threads=1
+	$(CLUSTER_ENV) WEIGHTSYNC_TEST_CPU=$(CPU) cargo test --locked --workspace --test e2e -- --test-threads=$(CLUSTER_THREADS)
 
 # The version stands in the chart's name.
 .PHONY: e2e-dist
 e2e-dist: cluster-up programs dist ## Run the end-to-end tests with the chart and the image that `make dist` makes (a quarter of an hour more to build)
 	WEIGHTSYNC_BINARY=target/dist/weightsync WEIGHTSYNC_LIAR=target/debug/examples/liar WEIGHTSYNC_DIST=$$PWD/dist tests/e2e/prepare.sh
 	$(CLUSTER_ENV) WEIGHTSYNC_CHART=$$PWD/dist/weightsync-$$(deploy/release.sh version).tgz WEIGHTSYNC_TEST_CPU=$(CPU) \
-	cargo test --locked --workspace --test e2e -- --test-threads=1
+	cargo test --locked --workspace --test e2e -- --test-threads=$(CLUSTER_THREADS)
 
 # Programs and benches at once, for the same reason as `programs`.
 .PHONY: bench-programs
