@@ -158,8 +158,12 @@ impl World {
 
     /// Starts a coordinator for the pods (name, UID), as the leader of that term.
     pub(super) fn coordinate(&self, term: u64, pods: &[(&str, &str)]) -> CoordinatorHandle {
+        self.coordinate_by(config(), term, pods)
+    }
+
+    pub(super) fn coordinate_by(&self, config: MembershipConfig, term: u64, pods: &[(&str, &str)]) -> CoordinatorHandle {
         let restored = Restored { term, epoch: *self.store.epoch.lock(), version: None, highest: 0, refused: Vec::new() };
-        let wanted = Wanted { config: config(), members: None, suspend: false, delete: false };
+        let wanted = Wanted { config, members: None, suspend: false, delete: false };
         let context = Context {
             client: self.client.clone(),
             directory: self.directory.clone(),
