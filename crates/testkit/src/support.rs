@@ -48,6 +48,20 @@ pub async fn post(url: &str, body: &Value) -> (u16, Value) {
     (reply.status().as_u16(), reply.json().await.unwrap_or_default())
 }
 
+/// What the work comes to. It must end about when its deadline passes: what bounds it are timers that start one after another. A machine that is
+/// late with the work's own deadline is as late with the first of them, so load alone fails no test.
+pub async fn ended_by<T>(deadline: Duration, work: impl Future<Output = T>) -> T {
+    let late = async {
+        tokio::time::sleep(deadline).await;
+        tokio::time::sleep(deadline.max(Duration::from_secs(1))).await;
+    };
+    tokio::select! {
+        biased;
+        done = work => done,
+        () = late => panic!("it goes on long after its deadline of {deadline:?}"),
+    }
+}
+
 /// Waits for a condition; tests never sleep for a guess.
 pub async fn until<F: Future<Output = bool>>(what: &str, mut condition: impl FnMut() -> F) {
     let waiting = async {

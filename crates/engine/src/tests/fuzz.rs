@@ -6,9 +6,8 @@ use std::time::Duration;
 use proptest::prelude::*;
 use proptest::sample::select;
 use serde_json::{Value, json};
-use tokio::time::Instant;
 
-use super::support::{Bench, SOON};
+use super::support::{Bench, ended_by};
 use crate::Settling;
 use weightsync_testkit::simulator::{Fault, FaultRule, Faults};
 
@@ -102,17 +101,14 @@ proptest! {
             let bench = Bench::start(kind).await;
             bench.set_faults(Faults { rules, ..Faults::default() }).await;
             let limit = Duration::from_secs(2);
-            let begun = Instant::now();
-            let _ = bench.engine.probe(limit).await;
-            let _ = bench.engine.health(limit).await;
-            let _ = bench.engine.holding(limit).await;
+            let _ = ended_by(limit, bench.engine.probe(limit)).await;
+            let _ = ended_by(limit, bench.engine.health(limit)).await;
+            let _ = ended_by(limit, bench.engine.holding(limit)).await;
             let mut job = bench.job(2);
             job.terms.timeout = limit;
-            let installed = bench.engine.install(&job).await;
-            let _ = bench.engine.settle(&Settling::LEFT_PAUSED, limit).await;
-            let took = begun.elapsed();
+            let installed = ended_by(limit, bench.engine.install(&job)).await;
+            let _ = ended_by(limit, bench.engine.settle(&Settling::LEFT_PAUSED, limit)).await;
             bench.set_faults(Faults::default()).await;
-            prop_assert!(took < 5 * limit + SOON / 2, "took {:?}", took);
             if installed.is_ok() {
                 prop_assert_eq!(bench.digest().await, bench.fresh_digest(2).await, "reported and not served");
             }

@@ -195,6 +195,13 @@ impl GpuBench {
         self.version(version).feed(self.engine.as_ref(), &self.job(version)).await
     }
 
+    /// With another deadline, for silence too.
+    pub(super) async fn install_by(&self, version: u64, deadline: Duration) -> Result<InstallReport, InstallError> {
+        let mut job = self.job(version);
+        (job.terms.timeout, job.silence) = (deadline, deadline);
+        self.version(version).feed(self.engine.as_ref(), &job).await
+    }
+
     pub(super) async fn asleep(&self) -> bool {
         self.bench.get("/is_sleeping").await["is_sleeping"] == json!(true)
     }

@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -11,7 +12,10 @@ use tokio_util::sync::CancellationToken;
 use crate::{ApiKey, Engine, EngineConfig, InstallJob, InstallTerms, connect};
 use weightsync_core::protocol::{HeldVersion, KvCachePolicy, PausePolicy};
 use weightsync_testkit::simulator::{Faults, Simulator, SimulatorOptions};
-pub(crate) use weightsync_testkit::support::{SOON, TENSORS, client, get, post, until, write_checkpoint};
+pub(crate) use weightsync_testkit::support::{SOON, TENSORS, client, ended_by, get, post, until, write_checkpoint};
+
+/// A deadline that no test reaches: what ends within [`SOON`] did not wait for it.
+pub(crate) const HOUR: Duration = Duration::from_secs(3600);
 
 /// The snapshot of a FastDeploy server's only rank.
 pub(crate) const SNAPSHOT: &str = "model_state.tp0.0.pdparams";
