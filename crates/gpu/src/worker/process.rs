@@ -27,7 +27,7 @@ use weightsync_core::protocol::worker::UcxSettings;
 const KEPT_LINES: usize = 5;
 
 /// How often overdue requests are looked for.
-const LOOK: Duration = Duration::from_millis(100);
+pub(super) const LOOK: Duration = Duration::from_millis(100);
 
 /// A worker that closed its socket ends by itself within this long, or is killed.
 const ENDING: Duration = Duration::from_secs(2);

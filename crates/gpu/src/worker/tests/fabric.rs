@@ -295,7 +295,10 @@ async fn a_read_from_a_killed_peer_ends_and_the_worker_serves() {
         tokio::join!(Member::new(&library, "reader"), Member::new(&library, "killed"), Member::new(&library, "other"));
     let (peer, healthy) = (reader.peer(&source).await, reader.peer(&other).await);
     let from = source.region.at(0).unwrap();
+    let begun = Instant::now();
     reader.read(&peer, from, 0, 1, AMPLE).await.unwrap();
+    // What any answer of the worker takes on this machine.
+    let usual = begun.elapsed();
     let source_pid = pid("killed");
     // It stops in the middle: the READ is under way when it is killed.
     kill_process(source_pid, Signal::STOP).unwrap();
@@ -309,7 +312,7 @@ async fn a_read_from_a_killed_peer_ends_and_the_worker_serves() {
     kill_process(source_pid, Signal::KILL).unwrap();
     let error = reading.await.unwrap().unwrap_err();
     assert!(matches!(fault(&error), WorkerFaultCode::Fabric | WorkerFaultCode::Late), "{error}");
-    assert!(begun.elapsed() < within + Duration::from_secs(1), "{:?}", begun.elapsed());
+    assert!(begun.elapsed() < within + Duration::from_secs(1) + 20 * usual, "{:?}, and {usual:?} from a live peer", begun.elapsed());
     // And the worker goes on.
     assert_eq!(code(reader.read(&peer, from, 0, 1, within).await), WorkerFaultCode::Fabric);
     let sent = pattern(3, BYTES);
