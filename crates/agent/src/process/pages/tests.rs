@@ -13,6 +13,8 @@ use super::{Pages, WATCHERS_OF_ONE};
 use weightsync_core::protocol::{Role, RosterView};
 use weightsync_net::https::{Limits, serve_plain};
 
+const SOON: Duration = Duration::from_secs(20);
+
 struct Listening {
     status: SocketAddr,
     probes: SocketAddr,
@@ -45,8 +47,41 @@ async fn connect(last: u8, to: SocketAddr) -> TcpStream {
 async fn ask(stream: &mut TcpStream, path: &str) -> String {
     stream.write_all(format!("GET {path} HTTP/1.1\r\nHost: pod\r\n\r\n").as_bytes()).await.unwrap();
     let mut head = vec![0; 64];
-    let length = timeout(Duration::from_secs(1), stream.read(&mut head)).await.expect("an answer within a second").unwrap();
+    let length = timeout(SOON, stream.read(&mut head)).await.expect("an answer").unwrap();
     String::from_utf8_lossy(&head[..length]).into_owned()
+}
+
+/// What both probes of a server take.
+async fn probed(to: SocketAddr) -> Duration {
+    let begun = Instant::now();
+    for path in ["/readyz", "/healthz"] {
+        let answer = ask(&mut connect(1, to).await, path).await;
+        assert!(answer.starts_with("HTTP/1.1 200"), "{path}: {answer}");
+    }
+    begun.elapsed()
+}
+
+/// The same of a server that does nothing but answer, in a runtime of its own.
+async fn probed_plainly() -> Duration {
+    let plain = async {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let to = listener.local_addr().unwrap();
+        tokio::spawn(async move {
+            while let Ok((mut stream, _)) = listener.accept().await {
+                let _ = stream.read(&mut [0; 1024]).await;
+                let _ = stream.write_all(b"HTTP/1.1 200 OK\r\n\r\n").await;
+            }
+        });
+        probed(to).await
+    };
+    let alone = || tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(plain);
+    tokio::task::spawn_blocking(alone).await.unwrap()
+}
+
+/// A kubelet waits for a second. On a machine so busy that no server answers that soon, the probes are as fast as any.
+async fn assert_probed_in_time(listening: &Listening) {
+    let (took, plain) = (probed(listening.probes).await, probed_plainly().await);
+    assert!(took < Duration::from_secs(1) + 20 * plain, "{took:?}, and {plain:?} from a plain server");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -61,12 +96,7 @@ async fn probes_are_answered_under_two_thousand_hostile_watchers() {
         }
         held.push(stream);
     }
-    let begun = Instant::now();
-    for path in ["/readyz", "/healthz"] {
-        let answer = ask(&mut connect(1, listening.probes).await, path).await;
-        assert!(answer.starts_with("HTTP/1.1 200"), "{path}: {answer}");
-    }
-    assert!(begun.elapsed() < Duration::from_secs(1), "{:?}", begun.elapsed());
+    assert_probed_in_time(&listening).await;
     let answer = ask(&mut connect(1, listening.status).await, "/readyz").await;
     assert!(answer.starts_with("HTTP/1.1 200"), "the pages are there as well: {answer}");
 }
@@ -78,8 +108,7 @@ async fn probes_are_answered_while_strangers_hold_their_own_port() {
     for number in 0..500_u32 {
         held.push(connect(u8::try_from(2 + number % 100).unwrap(), listening.probes).await);
     }
-    let answer = ask(&mut connect(1, listening.probes).await, "/readyz").await;
-    assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+    assert_probed_in_time(&listening).await;
 }
 
 #[tokio::test]
