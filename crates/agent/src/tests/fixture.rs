@@ -31,7 +31,7 @@ use weightsync_transport::Transport;
 use weightsync_transport::tcp::{DataTls, TcpOptions, TcpTransport};
 
 pub const WEIGHTSYNC: &str = "object";
-const HOUR: Duration = Duration::from_secs(3600);
+pub const HOUR: Duration = Duration::from_secs(3600);
 pub const SOON: Duration = Duration::from_secs(20);
 
 /// One agent on a runtime of its own.
