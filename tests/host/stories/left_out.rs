@@ -68,7 +68,8 @@ async fn engine_of_another_size_is_refused_and_takes_no_ranks() {
 #[tokio::test(flavor = "multi_thread")]
 async fn engine_that_accepts_but_never_answers_is_named() {
     let hangs = json!({"kind": "hang"});
-    let mut world = World::start(json!({}), [Actor::new(), Actor::new().faults(spoiled("*", &hangs)), Actor::sglang()]).await;
+    let update = json!({"health": {"periodSeconds": 1, "timeoutSeconds": 1, "failureThreshold": 2}});
+    let mut world = World::start(update, [Actor::new(), Actor::new().faults(spoiled("*", &hangs)), Actor::sglang()]).await;
     world.reported("EngineUnhealthy", "actor-1").await;
     let one = Model::small(1);
     let checkpoint = one.save(&world.folder().join("v1"));

@@ -60,7 +60,8 @@ pub fn object(name: &str, actors: &[Actor], mut transport: Value, delivery: &str
     let mut spec = json!({
         "trainer": {"selector": {"matchLabels": {"pool": "trainer"}}},
         "rollouts": rollouts, "delivery": delivery, "transport": transport, "membership": membership, "update": fields,
-        "health": health.unwrap_or_else(|| json!({"periodSeconds": 1, "timeoutSeconds": 1, "failureThreshold": 2})),
+        // Only an engine that hangs is measured by the timeout: a test of one sets its own. On a busy machine, others take seconds.
+        "health": health.unwrap_or_else(|| json!({"periodSeconds": 1, "timeoutSeconds": 10, "failureThreshold": 2})),
     });
     spec.as_object_mut().unwrap().extend(canary);
     json!({"apiVersion": "weightsync.dev/v1alpha1", "kind": "WeightSync", "metadata": {"name": name}, "spec": spec})
