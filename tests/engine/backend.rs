@@ -13,6 +13,7 @@ use super::client::{Client, KEPT};
 use super::feeder::{Feeder, Ring, held};
 use super::models::Models;
 use super::real::{Server, adapter, venv};
+use super::shared::{WITH_BACKEND, fresh_answer, prompt};
 
 /// Long enough for any call that works, on a busy machine too.
 const SOON: Duration = Duration::from_secs(60);
@@ -36,23 +37,13 @@ fn installed(venv: &std::path::Path) -> PathBuf {
     folder.path().join("packages")
 }
 
-fn start(models: &Models, name: &str, ranks: u32) -> Server {
-    match venv() {
-        Some(venv) => Server::vllm_with_backend(&venv, &models.path(name), &installed(&venv), ranks),
-        None => Server::simulator_with_backend(&models.path(name), r#"{"tokenMs":10}"#, ranks),
-    }
+/// The real server with so many ranks.
+pub fn start_real(venv: &std::path::Path, models: &Models, ranks: u32) -> Server {
+    Server::vllm_with_backend(venv, &models.path("1"), &installed(venv), ranks)
 }
 
-fn fresh(models: &Models, name: &str) -> Server {
-    match venv() {
-        Some(venv) => Server::vllm(&venv, &models.path(name)),
-        None => Server::simulator(&models.path(name), r#"{"tokenMs":10}"#),
-    }
-}
-
-/// Longer than a block of the prefix cache (128 tokens on CPU), so that a stale cache would be used.
-fn prompt() -> String {
-    "The quick brown fox jumps over the lazy dog, and the trainer sends its weights to every rollout. ".repeat(8)
+fn simulated(models: &Models, ranks: u32) -> Server {
+    Server::simulator_with_backend(&models.path("1"), r#"{"tokenMs":10}"#, ranks)
 }
 
 async fn answer(client: &Client) -> (String, Vec<f64>) {
@@ -66,10 +57,9 @@ async fn answer_with_cache(client: &Client) -> (String, Vec<f64>) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn version_through_any_ring_answers_as_a_fresh_server() {
-    let models = Models::make(venv().as_deref());
-    let (mut other, mut server) = (fresh(&models, "2"), start(&models, "1", 1));
-    let second = answer(&other.ready().await).await;
-    drop(other);
+    let models = Models::made();
+    let second = fresh_answer(models).await.clone();
+    let mut server = WITH_BACKEND.or_simulator(models, || simulated(models, 1)).await;
     let client = server.ready().await;
     let engine = adapter(&server, Some(models.path("1")));
     let first = answer_with_cache(&client).await;
@@ -102,8 +92,8 @@ async fn version_through_any_ring_answers_as_a_fresh_server() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn wrong_digest_is_refused_and_engine_stays_paused_until_fed() {
-    let models = Models::make(venv().as_deref());
-    let mut server = start(&models, "1", 1);
+    let models = Models::made();
+    let mut server = WITH_BACKEND.or_simulator(models, || simulated(models, 1)).await;
     let client = server.ready().await;
     let engine = adapter(&server, Some(models.path("1")));
     let first = answer(&client).await;
@@ -162,8 +152,11 @@ async fn wrong_digest_is_refused_and_engine_stays_paused_until_fed() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn two_ranks_count_by_their_own_word_when_replies_are_late() {
-    let models = Models::make(venv().as_deref());
-    let mut server = start(&models, "1", 2);
+    let models = Models::made();
+    let mut server = match venv() {
+        Some(venv) => start_real(&venv, models, 2),
+        None => simulated(models, 2),
+    };
     let client = server.ready().await;
     let engine = adapter(&server, Some(models.path("1")));
     assert_eq!(engine.probe(SOON).await.unwrap().size, 2);
@@ -228,7 +221,7 @@ async fn accepted(client: &Client) -> f64 {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn draft_model_is_updated_after_its_model_and_agrees() {
-    let models = Models::make(venv().as_deref());
+    let models = Models::made();
     let real = venv();
     let mut server = match &real {
         Some(venv) => Server::vllm_with_draft(venv, &models.path("1"), &models.path("3"), &installed(venv)),
@@ -244,7 +237,7 @@ async fn draft_model_is_updated_after_its_model_and_agrees() {
     let first = answer_with_cache(&client).await;
     let mut version = 2;
     for (both, ring) in [(("2", "2"), Ring::WholeModel), (("1", "3"), Ring::OneTensor), (("2", "2"), Ring::Tensors(3))] {
-        feed_both(&engine, &models, both, version, ring).await;
+        feed_both(&engine, models, both, version, ring).await;
         assert_eq!(answer_with_cache(&client).await == first, both.0 == "1", "{both:?}");
         if real.is_some() {
             let accepted = accepted(&client).await;

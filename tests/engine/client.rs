@@ -79,15 +79,35 @@ impl Client {
         self.ask(prompt, tokens, None).await
     }
 
+    /// The same as [`complete`](Self::complete), of a server that may be broken.
+    pub async fn try_complete(&self, prompt: &str, tokens: usize) -> Result<(String, Vec<f64>), String> {
+        self.try_ask(prompt, tokens, Some(uuid::Uuid::new_v4().to_string())).await
+    }
+
     async fn ask(&self, prompt: &str, tokens: usize, salt: Option<String>) -> (String, Vec<f64>) {
+        self.try_ask(prompt, tokens, salt).await.unwrap()
+    }
+
+    async fn try_ask(&self, prompt: &str, tokens: usize, salt: Option<String>) -> Result<(String, Vec<f64>), String> {
         let body = serde_json::json!({
             "model": "m", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "logprobs": 1, "ignore_eos": true, "cache_salt": salt,
         });
         let reply = self.post("/v1/completions", &body).await;
-        assert_eq!(reply.status, Some(200), "{}", reply.text);
         let choice = reply.json()["choices"][0].clone();
-        let logprobs = choice["logprobs"]["token_logprobs"].as_array().unwrap().iter().map(|value| value.as_f64().unwrap()).collect();
-        (choice["text"].as_str().unwrap().to_owned(), logprobs)
+        let logprobs = choice["logprobs"]["token_logprobs"].as_array().map(|values| values.iter().map(Value::as_f64).collect());
+        match (reply.status, choice["text"].as_str(), logprobs) {
+            (Some(200), Some(text), Some(Some(logprobs))) => Ok((text.to_owned(), logprobs)),
+            _ => Err(format!("{reply:?}")),
+        }
+    }
+
+    /// Whether the server says that it works on no request, and that none waits.
+    pub async fn idle(&self) -> bool {
+        let metrics = self.get("/metrics").await.text;
+        ["vllm:num_requests_running", "vllm:num_requests_waiting"].into_iter().all(|gauge| {
+            let mut lines = metrics.lines().filter(|line| line.strip_prefix(gauge).is_some_and(|rest| rest.starts_with(['{', ' '])));
+            lines.clone().next().is_some() && lines.all(|line| line.ends_with(" 0.0"))
+        })
     }
 
     /// Waits until the server says that it works on a request.

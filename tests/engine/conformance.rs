@@ -7,7 +7,8 @@ use weightsync_engine::ApiKey;
 
 use super::client::KEY;
 use super::models::Models;
-use super::real::{Server, venv};
+use super::real::Server;
+use super::shared::PLAIN;
 
 async fn whole_suite(server: &mut Server, models: &Models) -> Report {
     server.ready().await;
@@ -26,16 +27,13 @@ async fn whole_suite(server: &mut Server, models: &Models) -> Report {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn live_server_passes_the_suite_and_simulator_matches_rows() {
-    let venv = venv();
-    let models = Models::make(venv.as_deref());
-    // It starts while the simulator is tested.
-    let vllm = venv.map(|venv| Server::vllm(&venv, &models.path("1")));
+    let models = Models::made();
     let mut simulator = Server::simulator(&models.path("1"), "{}");
-    let simulated = whole_suite(&mut simulator, &models).await;
-    let mut reports = vec![simulated];
-    if let Some(mut vllm) = vllm {
-        reports.push(whole_suite(&mut vllm, &models).await);
-    }
+    // The suite waits most of the time, so both are tested at once.
+    let mut vllm = PLAIN.real(models).await;
+    let real = async { Some(whole_suite(vllm.as_mut()?, models).await) };
+    let (simulated, real) = tokio::join!(whole_suite(&mut simulator, models), real);
+    let reports: Vec<_> = [simulated].into_iter().chain(real).collect();
     // What is installed next to a server decides about a way from GPU memory and about groups.
     let outcomes = |report: &Report| -> Vec<_> {
         let rows = report.rows.iter().filter(|row| row.step != "way from GPU memory" && row.part != "script, groups");

@@ -205,7 +205,7 @@ async fn simulated(folder: &Path, way: Way, words: &[&str]) -> (Front, String, P
 }
 
 #[tokio::test]
-async fn fastdeploys_own_loader_takes_steps_and_drafts() {
+async fn fastdeploy_or_simulator_takes_steps_and_drafts() {
     for mtp in [false, true] {
         let on = Bench::start(Way::Steps { mtp }).await;
         on.holds(1).await;
@@ -233,7 +233,7 @@ async fn fastdeploys_own_loader_takes_steps_and_drafts() {
 }
 
 #[tokio::test]
-async fn fastdeploys_own_loader_takes_snapshots() {
+async fn fastdeploy_or_simulator_takes_snapshots() {
     let on = Bench::start(Way::Snapshot).await;
     on.holds(1).await;
     assert_eq!(on.engine.probe(SOON).await.unwrap().delivery, "ipc_snapshot, a file in its model directory");

@@ -5,35 +5,55 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::OnceLock;
 
 use serde_json::{Map, Value, json};
 use tempfile::TempDir;
 
+use super::real::venv;
+
 /// Folder with `1`, `2`, `3` (versions), `missing` (version 2 without one tensor), `unknown` (with one more), `misfit` (one of another
 /// shape), `retyped` (one whose bits are labelled as integers), `nan` (one of NaN) and `half` (version 2 in two files, the second cut short).
 pub struct Models {
-    folder: TempDir,
+    folder: PathBuf,
 }
 
 impl Models {
-    pub fn make(venv: Option<&Path>) -> Self {
-        let models = Self { folder: TempDir::new().unwrap() };
+    /// All tests read the same, which lie in the target folder: only what makes them changes them.
+    pub fn made() -> &'static Self {
+        static MADE: OnceLock<Models> = OnceLock::new();
+        MADE.get_or_init(|| {
+            let venv = venv();
+            let makers = concat!(include_str!("make_checkpoint.py"), include_str!("models.rs"));
+            let kind = if venv.is_some() { "real" } else { "by-hand" };
+            let parent = Path::new(env!("CARGO_TARGET_TMPDIR"));
+            let made = parent.join(format!("engine-models-{kind}-{}", &blake3::hash(makers.as_bytes()).to_hex()[..16]));
+            if !made.exists() {
+                let unfinished = TempDir::new_in(parent).unwrap();
+                Self { folder: unfinished.path().to_owned() }.make(venv.as_deref());
+                // Another run may have been faster.
+                assert!(std::fs::rename(unfinished.path(), &made).is_ok() || made.exists(), "{}", made.display());
+            }
+            Self { folder: made }
+        })
+    }
+
+    fn make(&self, venv: Option<&Path>) {
         match venv {
-            Some(venv) => models.with_python(venv),
-            None => (1..=3).for_each(|version| models.by_hand(version)),
+            Some(venv) => self.with_python(venv),
+            None => (1..=3).for_each(|version| self.by_hand(version)),
         }
-        models.broken();
-        models
+        self.broken();
     }
 
     pub fn path(&self, name: &str) -> PathBuf {
-        self.folder.path().join(name)
+        self.folder.join(name)
     }
 
     fn with_python(&self, venv: &Path) {
         let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/engine/make_checkpoint.py");
         let mut python = Command::new(venv.join("bin/python"));
-        let made = python.arg(script).arg(self.folder.path()).args(["--seed", "1", "2", "3"]).output().unwrap();
+        let made = python.arg(script).arg(&self.folder).args(["--seed", "1", "2", "3"]).output().unwrap();
         assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
     }
 

@@ -12,6 +12,7 @@ use tempfile::TempDir;
 use weightsync_engine::{ApiKey, Engine, EngineConfig, connect};
 
 use super::client::{Client, KEY};
+use super::forks::Fork;
 use super::processor;
 
 /// The virtual environment with vLLM, where there is one.
@@ -47,25 +48,46 @@ pub fn adapter(server: &Server, served_model: Option<PathBuf>) -> Arc<dyn Engine
 
 /// A running server; ended with all its children when it is dropped.
 pub struct Server {
-    child: Child,
+    process: Process,
     pub url: String,
     log: TempDir,
+}
+
+enum Process {
+    Started(Child),
+    Forked(Fork),
+}
+
+/// How a real server starts.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum By {
+    /// The program `vllm`, as a user starts it.
+    ItsOwnStart,
+    /// A fork of a process that has imported vLLM: README.md.
+    Fork,
 }
 
 impl Server {
     /// The real vLLM 0.32 on a checkpoint; call [`ready`](Self::ready) before use.
     pub fn vllm(venv: &Path, model: &Path) -> Self {
-        Self::real(venv, model, |_| {})
+        Self::real(By::Fork, venv, model, |_| {})
+    }
+
+    /// The same, started as a user starts it.
+    pub fn vllm_by_its_own_start(venv: &Path, model: &Path) -> Self {
+        Self::real(By::ItsOwnStart, venv, model, |_| {})
     }
 
     /// The same, one request at a time: an answer that is computed together with another one may be rounded differently.
     pub fn vllm_one_by_one(venv: &Path, model: &Path) -> Self {
-        Self::real(venv, model, |command| _ = command.args(["--max-num-seqs", "1"]))
+        Self::real(By::Fork, venv, model, |command| _ = command.args(["--max-num-seqs", "1"]))
     }
 
     /// The same with WeightSync's own back end, whose package lies in that folder, and so many ranks.
     pub fn vllm_with_backend(venv: &Path, model: &Path, packages: &Path, ranks: u32) -> Self {
-        Self::real(venv, model, |command| {
+        // Ranks of their own import vLLM each: a fork would spare little.
+        let by = if ranks > 1 { By::ItsOwnStart } else { By::Fork };
+        Self::real(by, venv, model, |command| {
             command.env("PYTHONPATH", packages).args(["--weight-transfer-config", r#"{"backend": "weightsync"}"#]);
             if ranks > 1 {
                 let ranks = ranks.to_string();
@@ -77,14 +99,14 @@ impl Server {
 
     /// The same with a model that drafts two tokens at a time.
     pub fn vllm_with_draft(venv: &Path, model: &Path, draft: &Path, packages: &Path) -> Self {
-        Self::real(venv, model, |command| {
+        Self::real(By::Fork, venv, model, |command| {
             let speculation = serde_json::json!({"method": "draft_model", "model": draft, "num_speculative_tokens": 2});
             command.env("PYTHONPATH", packages).args(["--weight-transfer-config", r#"{"backend": "weightsync"}"#]);
             command.args(["--speculative-config", &speculation.to_string()]);
         })
     }
 
-    fn real(venv: &Path, model: &Path, more: impl FnOnce(&mut Command)) -> Self {
+    fn real(by: By, venv: &Path, model: &Path, more: impl FnOnce(&mut Command)) -> Self {
         let mut command = Command::new(venv.join("bin/vllm"));
         let port = free_port();
         command.arg("serve").arg(model).args(["--served-model-name", "m", "--host", "127.0.0.1", "--port", &port.to_string()]);
@@ -119,7 +141,12 @@ impl Server {
         }
         command.envs(processor::environment().iter().copied());
         more(&mut command);
-        Self::start(command, port)
+        if by == By::ItsOwnStart {
+            return Self::start(command, port);
+        }
+        let log = TempDir::new().unwrap();
+        let fork = Fork::start(venv, &command, &log.path().join("log"));
+        Self { process: Process::Forked(fork), url: format!("http://127.0.0.1:{port}"), log }
     }
 
     /// The simulator on a checkpoint.
@@ -155,7 +182,7 @@ impl Server {
         let log = TempDir::new().unwrap();
         let out = File::create(log.path().join("log")).unwrap();
         let child = command.stdin(Stdio::null()).stderr(out.try_clone().unwrap()).stdout(out).process_group(0).spawn().unwrap();
-        Self { child, url: format!("http://127.0.0.1:{port}"), log }
+        Self { process: Process::Started(child), url: format!("http://127.0.0.1:{port}"), log }
     }
 
     /// Waits until it answers and has generated its first token, which takes vLLM seconds.
@@ -163,12 +190,23 @@ impl Server {
         let client = Client::new(&self.url);
         let deadline = Instant::now() + START;
         while client.get("/health").await.status != Some(200) {
-            let ended = self.child.try_wait().unwrap();
+            let ended = self.ended();
             assert!(ended.is_none() && Instant::now() < deadline, "the server did not start ({ended:?}):\n{}", self.log_tail());
             tokio::time::sleep(Duration::from_millis(200)).await;
         }
         client.complete("Warm up", 1).await;
         client
+    }
+
+    /// How it ended; none while it runs.
+    pub fn ended(&mut self) -> Option<String> {
+        match &mut self.process {
+            Process::Started(child) => child.try_wait().unwrap().map(|status| format!("the server ended: {status}")),
+            Process::Forked(fork) => match fork.ended() {
+                Ok(status) => status.map(|status| format!("the server ended with {status}")),
+                Err(why) => Some(why),
+            },
+        }
     }
 
     fn log_tail(&self) -> String {
@@ -180,20 +218,26 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        let group = rustix::process::Pid::from_child(&self.child);
+        let group = match &self.process {
+            Process::Started(child) => rustix::process::Pid::from_child(child),
+            Process::Forked(fork) => fork.pid(),
+        };
         let _sent = rustix::process::kill_process_group(group, rustix::process::Signal::TERM);
         let deadline = Instant::now() + Duration::from_secs(10);
-        while Instant::now() < deadline && self.child.try_wait().is_ok_and(|ended| ended.is_none()) {
+        while Instant::now() < deadline && self.ended().is_none() {
             std::thread::sleep(Duration::from_millis(50));
         }
         let _sent = rustix::process::kill_process_group(group, rustix::process::Signal::KILL);
-        let _ended = self.child.wait();
+        if let Process::Started(child) = &mut self.process {
+            let _ended = child.wait();
+        }
     }
 }
 
-/// A port that was free a moment ago.
+/// A port that was free a moment ago, drawn from those that the kernel gives to no connection by itself.
 fn free_port() -> u16 {
-    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+    let free = |port: &u16| TcpListener::bind(("127.0.0.1", *port)).is_ok();
+    std::iter::repeat_with(|| rand::random_range(15_000..30_000)).find(free).unwrap()
 }
 
 #[test]

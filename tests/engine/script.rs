@@ -6,8 +6,9 @@ use serde_json::{Value, json};
 
 use super::client::{Client, KEPT, KEY, Reply};
 use super::models::Models;
-use super::real::{Server, venv};
+use super::real::Server;
 use super::shape::differences;
+use super::shared::{PLAIN, WITH_BACKEND};
 
 /// A call is given up after this long where no answer is expected: a request while the engine is paused.
 const NO_ANSWER: Duration = Duration::from_secs(2);
@@ -190,14 +191,13 @@ async fn whole_script(server: &mut Server, models: &Models) -> (Vec<Step>, Vec<R
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn one_script_gives_equal_answers_on_simulator_and_server() {
-    let venv = venv();
-    let models = Models::make(venv.as_deref());
-    // It starts while the simulator plays.
-    let vllm = venv.map(|venv| Server::vllm(&venv, &models.path("1")));
+    let models = Models::made();
     let mut simulator = Server::simulator(&models.path("1"), r#"{"tokenMs":10}"#);
-    let (steps, simulated) = whole_script(&mut simulator, &models).await;
-    let Some(mut vllm) = vllm else { return };
-    let (_, real) = whole_script(&mut vllm, &models).await;
+    let mut vllm = PLAIN.real(models).await;
+    let real = async { Some(whole_script(vllm.as_mut()?, models).await) };
+    let ((steps, simulated), real) = tokio::join!(whole_script(&mut simulator, models), real);
+    let (Some(vllm), Some((_, real))) = (vllm, real) else { return };
+    vllm.end();
     let mut wrong = Vec::new();
     for ((step, simulated), real) in steps.iter().zip(&simulated).zip(&real) {
         let differences = differences(&simulated.json(), &real.json());
@@ -208,19 +208,23 @@ async fn one_script_gives_equal_answers_on_simulator_and_server() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_server_that_generates_after_a_failed_load_breaks_down() {
-    let venv = venv();
-    let models = Models::make(venv.as_deref());
-    let simulator = Server::simulator(&models.path("1"), "{}");
-    let real = venv.map(|venv| Server::vllm(&venv, &models.path("1")));
-    for mut server in [Some(simulator), real].into_iter().flatten() {
-        let client = server.ready().await;
-        play(&client, &[reload(&models, "unknown", 500), ask(500)]).await;
-        let gone = async {
-            // 503 at first, then no one listens.
-            while client.get("/health").await.status == Some(200) {
-                tokio::time::sleep(Duration::from_millis(50)).await;
-            }
-        };
-        tokio::time::timeout(PATIENCE, gone).await.expect("the server still calls itself healthy");
+    let models = Models::made();
+    breaks_down(&mut Server::simulator(&models.path("1"), "{}"), models).await;
+    // The calls are vLLM's own, whatever back end it has.
+    if let Some(mut vllm) = WITH_BACKEND.real(models).await {
+        breaks_down(&mut vllm, models).await;
+        vllm.end();
     }
+}
+
+async fn breaks_down(server: &mut Server, models: &Models) {
+    let client = server.ready().await;
+    play(&client, &[reload(models, "unknown", 500), ask(500)]).await;
+    let gone = async {
+        // 503 at first, then no one listens.
+        while client.get("/health").await.status == Some(200) {
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    };
+    tokio::time::timeout(PATIENCE, gone).await.expect("the server still calls itself healthy");
 }

@@ -100,9 +100,9 @@ async fn play(mut server: Server, models: &Models) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn right_version_is_taken_after_each_wrong_one() {
-    let models = Models::make(venv().as_deref());
-    play(Server::simulator(&models.path("1"), "{}"), &models).await;
+    let models = Models::made();
+    play(Server::simulator(&models.path("1"), "{}"), models).await;
     if let Some(venv) = venv() {
-        play(Server::vllm_one_by_one(&venv, &models.path("1")), &models).await;
+        play(Server::vllm_one_by_one(&venv, &models.path("1")), models).await;
     }
 }
