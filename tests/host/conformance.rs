@@ -31,6 +31,7 @@ fn passed(code: i32, printed: &str) -> (BTreeMap<String, usize>, Vec<String>) {
     let rows = report["rows"].as_array().unwrap();
     let failed: Vec<_> = rows.iter().filter(|row| row["outcome"] == "failed").collect();
     assert!(code == 0 && failed.is_empty(), "{failed:#?}");
+    assert_eq!(report["passed"].as_u64().unwrap() + report["skipped"].as_u64().unwrap(), rows.len() as u64);
     let mut counts = BTreeMap::new();
     for row in rows.iter().filter(|row| row["outcome"] == "passed") {
         *counts.entry(row["part"].as_str().unwrap().to_owned()).or_insert(0) += 1;
