@@ -19,7 +19,15 @@ ROOT = Path(__file__).parents[2]
 LIMIT = 60
 """Seconds after which something hangs."""
 
+LONGEST = ("test_vllm_plane.py", "test_vllm_refused.py", "test_quick_start.py", "test_integrations.py")
+"""They begin first: with several processes, none then waits for them at the end."""
+
 _numbers = itertools.count()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the longest tests first; the others keep their order."""
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import random
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,10 +14,15 @@ VERSION = "weightsync.dev/v1alpha1"
 
 
 def free_port() -> int:
-    """A port of this host that is free at this moment."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+    """A port of this host that is free at this moment.
+
+    Another process of the tests is unlikely to take it before its server does: it is drawn at random, from ports that the kernel gives
+    to no connection by itself.
+    """
+    while True:
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port := random.randrange(15_000, 30_000)))
+            return port
 
 
 def simulated_vllm(program: str | Path, model: str | Path, port: int) -> list[str]:

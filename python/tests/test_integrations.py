@@ -187,7 +187,7 @@ def test_verl_interface_sends_each_step_from_all_actors(play: Play, agent: Agent
         assert all(torch.equal(arrived[f"layer.{n}.weight"], torch.full((300,), float(2 * (10 * step + n) + 1))) for n in range(6))
 
 
-def test_xtuners_batches_arrive_as_one_version(play: Play, agent: Agent) -> None:
+def test_batches_in_xtuners_order_arrive_as_one_version(play: Play, agent: Agent) -> None:
     assert play("xtuner") == [{"versions": [1, 2, 3, 3]}] * 2
     for step in (1, 2, 3):
         arrived = version(agent, step)

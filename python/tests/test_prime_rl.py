@@ -52,7 +52,7 @@ def test_a_folder_is_the_version_in_its_name(url: str, agent: Agent, tmp_path: P
     assert {name: tensor.unique().tolist() for name, tensor in load_file(agent.file(7)).items()} == {"a": [3], "b": [3]}
 
 
-def test_a_version_that_agents_refuse_ends_prime_rl(url: str, tmp_path: Path) -> None:
+def test_version_that_agents_refuse_is_answered_with_409(url: str, tmp_path: Path) -> None:
     assert posted(url, "/update_weights", {"weight_dir": str(written(tmp_path / "step_7", 3))})[0] == 200
     assert posted(url, "/update_weights", {"weight_dir": str(written(tmp_path / "step_6", 3))})[0] == 409
 

@@ -125,7 +125,7 @@ def test_quick_start_runs_as_written(reader: Reader) -> None:
     assert out == "[2, 2]\n"
 
 
-@pytest.mark.parametrize("number", [0, 1], ids=["vllm", "simulated"])
+@pytest.mark.parametrize("number", [0, 1], ids=["own_server", "started"])
 def test_one_host_page_runs_as_written(reader: Reader, number: int) -> None:
     # The page's documents are for the object of the quick start.
     folder = reader.folder / "own"

@@ -54,7 +54,10 @@ class Servers:
             serve = [str(Path(sys.executable).with_name("vllm")), "serve", str(directory / "1"), "--served-model-name", "m"]
             serve += ["--host", "127.0.0.1", "--port", str(self.ports[-1]), "--dtype", "bfloat16", "--enforce-eager", "--max-num-seqs", "4"]
             serve += ["--max-model-len", "256", "--num-gpu-blocks-override", "64", "--worker-extension-cls", "gloo_plane.Worker"]
-            rollouts.append({"name": f"actor-{number}", "port": self.ports[-1], "command": serve, "environment": ENVIRONMENT})
+            # One rank: it needs no process of its own.
+            serve += ["--distributed-executor-backend", "uni"]
+            environment = {**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+            rollouts.append({"name": f"actor-{number}", "port": self.ports[-1], "command": serve, "environment": environment})
         name = f"plane-{os.getpid()}"
         file = write_documents(
             directory / "local.yaml",

@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from typing import Any
 import pytest
 from conftest import LIMIT, ROOT
 from gloo_plane import post
+from local_documents import free_port
 from test_vllm_plane import ENVIRONMENT, START, healthy
 
 METADATA = "Metadata-Version: 2.1\nName: weightsync\nVersion: 0\n"
@@ -39,9 +39,7 @@ def server(tmp_path: Path) -> Iterator[str]:
     installed.mkdir(parents=True)
     (installed / "METADATA").write_text(METADATA)
     (installed / "entry_points.txt").write_text(ENTRY_POINT)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     serve = [str(Path(sys.executable).with_name("vllm")), "serve", str(tmp_path / "1"), "--host", "127.0.0.1", "--port", str(port)]
     # In bfloat16 a worker of vLLM 0.32 dies by an illegal instruction in its attention, on a processor with AMX.
     serve += ["--dtype", "float32", "--enforce-eager", "--max-num-seqs", "2", "--max-model-len", "256", "--tensor-parallel-size", "2"]
