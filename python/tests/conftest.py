@@ -19,15 +19,30 @@ ROOT = Path(__file__).parents[2]
 LIMIT = 60
 """Seconds after which something hangs."""
 
-LONGEST = ("test_vllm_plane.py", "test_vllm_refused.py", "test_quick_start.py", "test_integrations.py")
-"""They begin first: with several processes, none then waits for them at the end."""
+LONGEST = ("test_vllm_plane.py", "test_vllm_refused.py", "test_quick_start.py", "test_wheel.py", "test_integrations.py")
+"""With several processes they begin first, so that none waits for them at the end."""
+TOGETHER = ("test_group.py", "test_whole.py")
+"""Files whose tests share what their module's fixture made, or the order of their versions: one process runs all of them."""
 
 _numbers = itertools.count()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the longest tests first; the others keep their order."""
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `-n PROCESSES`: each process takes a next test, but all of a file of `TOGETHER`."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Tests(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.split("::", 1)[0]
+            return file if Path(file).name in TOGETHER else nodeid
+
+    config.option.loadscopereorder = False
+    return Tests(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -15,9 +15,6 @@ import safetensors.torch
 import torch
 from conftest import LIMIT, Agent
 
-# They share what both ranks saw.
-pytestmark = pytest.mark.xdist_group("group")
-
 OPTIONS = {
     "fsdp2": (),
     "sharded": (),

@@ -19,9 +19,6 @@ from local_documents import free_port, simulated_vllm, write_documents
 
 import weightsync
 
-# They share a group, and publish to it one after another.
-pytestmark = pytest.mark.xdist_group("whole")
-
 METAS = [(f"layer.{number}", "F32", (256, 256)) for number in range(24)]
 BOTH = {"rollouts/actor-0", "rollouts/actor-1"}
 T = TypeVar("T")

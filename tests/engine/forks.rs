@@ -1,6 +1,8 @@
 //! Servers as forks of one process that has imported vLLM: fork_servers.py. It ends them all when the tests' process ends, however that ends.
 
+use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
+use std::os::fd::AsRawFd;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, ChildStdin, Command, Stdio};
@@ -47,12 +49,13 @@ pub struct Fork(Pid);
 
 impl Fork {
     /// Has the command `vllm serve` run in a fork.
-    pub fn start(venv: &Path, command: &Command, log: &Path) -> Self {
+    pub fn start(venv: &Path, command: &Command, log: &File) -> Self {
         let words: Vec<_> = [command.get_program()].into_iter().chain(command.get_args()).map(|word| word.to_str().unwrap()).collect();
         let environment: Map<String, Value> = command
             .get_envs()
             .filter_map(|(name, value)| Some((name.to_str().unwrap().to_owned(), json!(value?.to_str().unwrap()))))
             .collect();
+        let log = format!("/proc/{}/fd/{}", std::process::id(), log.as_raw_fd());
         let mut forks = FORKS.get_or_init(|| Mutex::new(Forks::start(venv, command))).lock().unwrap();
         let started = forks.call(&json!({"serve": words, "environment": environment, "log": log})).unwrap();
         Self(Pid::from_raw(i32::try_from(started["pid"].as_i64().unwrap()).unwrap()).unwrap())

@@ -2,13 +2,13 @@
 
 use std::fs::File;
 use std::net::TcpListener;
+use std::os::unix::fs::FileExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tempfile::TempDir;
 use weightsync_engine::{ApiKey, Engine, EngineConfig, connect};
 
 use super::client::{Client, KEY};
@@ -50,7 +50,8 @@ pub fn adapter(server: &Server, served_model: Option<PathBuf>) -> Arc<dyn Engine
 pub struct Server {
     process: Process,
     pub url: String,
-    log: TempDir,
+    /// It has no name: nothing is left of it.
+    log: File,
 }
 
 enum Process {
@@ -144,8 +145,8 @@ impl Server {
         if by == By::ItsOwnStart {
             return Self::start(command, port);
         }
-        let log = TempDir::new().unwrap();
-        let fork = Fork::start(venv, &command, &log.path().join("log"));
+        let log = tempfile::tempfile().unwrap();
+        let fork = Fork::start(venv, &command, &log);
         Self { process: Process::Forked(fork), url: format!("http://127.0.0.1:{port}"), log }
     }
 
@@ -179,9 +180,9 @@ impl Server {
     }
 
     fn start(mut command: Command, port: u16) -> Self {
-        let log = TempDir::new().unwrap();
-        let out = File::create(log.path().join("log")).unwrap();
-        let child = command.stdin(Stdio::null()).stderr(out.try_clone().unwrap()).stdout(out).process_group(0).spawn().unwrap();
+        let log = tempfile::tempfile().unwrap();
+        let [out, errors] = [(); 2].map(|()| log.try_clone().unwrap());
+        let child = command.stdin(Stdio::null()).stderr(errors).stdout(out).process_group(0).spawn().unwrap();
         Self { process: Process::Started(child), url: format!("http://127.0.0.1:{port}"), log }
     }
 
@@ -210,7 +211,10 @@ impl Server {
     }
 
     fn log_tail(&self) -> String {
-        let log = std::fs::read_to_string(self.log.path().join("log")).unwrap_or_default();
+        let mut log = vec![0; usize::try_from(self.log.metadata().map_or(0, |about| about.len())).unwrap()];
+        // Not by a seek, which would move the place where the server writes.
+        let _read = self.log.read_exact_at(&mut log, 0);
+        let log = String::from_utf8_lossy(&log);
         let lines: Vec<_> = log.lines().collect();
         lines[lines.len().saturating_sub(40)..].join("\n")
     }
