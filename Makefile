@@ -146,8 +146,9 @@ GDR_STORIES ?= $(addprefix stories::,versions:: membership:: cancelled:: snapsho
 .PHONY: gdr-test
 gdr-test: programs ## Run the transport and groups with reads through NIXL, over TCP, without RDMA (GDR_STORIES=stories:: runs every scenario)
 	WEIGHTSYNC_NIXL=$$(tests/tools/nixl.sh) && export WEIGHTSYNC_NIXL && \
-	cargo test --locked --workspace --lib -- fabric:: gdr:: --test-threads=$(HOST_THREADS) && \
-	WEIGHTSYNC_STORIES_OVER=gdr cargo test --locked --workspace --test host -- $(GDR_STORIES) --test-threads=$(HOST_THREADS)
+	cargo test --locked --workspace --lib -- --include-ignored fabric:: gdr:: --skip fabric::verbs --skip fabric::gpu --test-threads=$(HOST_THREADS) && \
+	WEIGHTSYNC_STORIES_OVER=gdr cargo test --locked --workspace --test host -- --include-ignored $(GDR_STORIES) --skip stories::verbs \
+		--test-threads=$(HOST_THREADS)
 
 .PHONY: verbs-test
 verbs-test: programs ## Run groups with reads through NIXL over RDMA, in an emulated guest with a software device (tests/verbs/run.sh here: with a real one)
@@ -160,7 +161,7 @@ gdr-image-test: programs ## Build the image with NIXL from files alone, and open
 
 .PHONY: test-previous
 test-previous: programs ## Replace agents of an earlier build by those of this one and back, under either coordinator (PREVIOUS=COMMIT)
-	WEIGHTSYNC_PREVIOUS=$$(tests/tools/previous.sh $(PREVIOUS)) && export WEIGHTSYNC_PREVIOUS && cargo test --locked --workspace --test host upgrade::
+	WEIGHTSYNC_PREVIOUS=$$(tests/tools/previous.sh $(PREVIOUS)) && export WEIGHTSYNC_PREVIOUS && cargo test --locked --workspace --test host -- --ignored upgrade::
 
 .PHONY: edges-test
 edges-test: programs ## Measure edges between pods in network namespaces, one of them slow (a minute; as root)
@@ -220,20 +221,18 @@ install-yaml: ## Write deploy/install.yaml: the chart with its defaults, for kub
 	deploy/render.sh >deploy/install.yaml.part
 	mv deploy/install.yaml.part deploy/install.yaml
 
-# Tests of crates/torch that read pickles, here by the real torch.
-READ_BY_TORCH := python_reads_back a_shared_tensor_has_the_fifteen buckets_are_read_as_each every_element_type_of_safetensors paddle_buffer_has
 .PHONY: engine-test
 engine-test: venv programs ## Run the adapter against the real vLLM, and the store against the engines' group code (CPU=avx2 for a processor without AVX-512)
 	export WEIGHTSYNC_TEST_CPU=$(CPU); \
 	export WEIGHTSYNC_ENGINE_CODE=$$(tests/tools/engine-code.sh); \
 	WEIGHTSYNC_VENV=$$($(CLUSTER)/vllm-venv.sh --print) && export WEIGHTSYNC_VENV && \
-	cargo test --locked --workspace --test engine -- --test-threads=1 && \
-	cargo test --locked --workspace --lib -- $(READ_BY_TORCH)
+	cargo test --locked --workspace --test engine -- --test-threads=1 --include-ignored --skip fastdeploy::upstream && \
+	cargo test --locked --workspace --lib -- --ignored by_torch::
 
 .PHONY: upstream-fastdeploy
 upstream-fastdeploy: programs ## Run FastDeploy's own loader on Paddle for processors against the adapter (fetches FastDeploy's repository)
 	WEIGHTSYNC_FASTDEPLOY=$$(tests/tools/fastdeploy.sh) && export WEIGHTSYNC_FASTDEPLOY && \
-	cargo test --locked --workspace --test engine fastdeploy:: -- --test-threads=1
+	cargo test --locked --workspace --test engine -- --test-threads=1 --ignored fastdeploy::
 
 .PHONY: e2e
 e2e: cluster-up programs ## Run the end-to-end tests on the kind cluster, with the debug build that all tests use (CPU=avx2 as above)
