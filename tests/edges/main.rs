@@ -76,7 +76,7 @@ fn slow_member_is_named_and_slows_no_update() {
 }
 
 #[test]
-#[ignore = "a figure for docs/benchmarks.md: two minutes"]
+#[ignore = "a figure of two minutes: docs/benchmarks.md"]
 fn figures_of_the_preflight() {
     apart("figures_of_the_preflight", || async {
         let links = Links { mbit: 100, slow: Some((2, 10)) };

@@ -41,6 +41,7 @@ async fn server(models: &Models) -> Borrowed {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[ignore = "needs vLLM: make engine-test"]
 async fn installed_version_answers_as_a_fresh_server() {
     let models = Models::made();
     let expected = fresh_answer(models).await.clone();
@@ -90,6 +91,7 @@ async fn installed_version_answers_as_a_fresh_server() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[ignore = "needs vLLM: make engine-test"]
 async fn canary_passes_a_version_or_holds_the_engine_with_figures() {
     let models = Models::made();
     let mut server = server(models).await;
@@ -126,6 +128,7 @@ async fn canary_passes_a_version_or_holds_the_engine_with_figures() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[ignore = "needs vLLM: make engine-test"]
 async fn half_an_update_stays_paused_until_it_is_fed_or_put_back() {
     let models = Models::made();
     let mut server = server(models).await;

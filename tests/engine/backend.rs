@@ -56,6 +56,7 @@ async fn answer_with_cache(client: &Client) -> (String, Vec<f64>) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[ignore = "needs vLLM: make engine-test"]
 async fn version_through_any_ring_answers_as_a_fresh_server() {
     let models = Models::made();
     let second = fresh_answer(models).await.clone();
@@ -91,6 +92,7 @@ async fn version_through_any_ring_answers_as_a_fresh_server() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[ignore = "needs vLLM: make engine-test"]
 async fn wrong_digest_is_refused_and_engine_stays_paused_until_fed() {
     let models = Models::made();
     let mut server = WITH_BACKEND.or_simulator(models, || simulated(models, 1)).await;
@@ -151,6 +153,7 @@ async fn wrong_digest_is_refused_and_engine_stays_paused_until_fed() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[ignore = "needs vLLM: make engine-test"]
 async fn two_ranks_count_by_their_own_word_when_replies_are_late() {
     let models = Models::made();
     let mut server = match venv() {
@@ -220,6 +223,7 @@ async fn accepted(client: &Client) -> f64 {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[ignore = "needs vLLM: make engine-test"]
 async fn draft_model_is_updated_after_its_model_and_agrees() {
     let models = Models::made();
     let real = venv();

@@ -26,6 +26,7 @@ async fn whole_suite(server: &mut Server, models: &Models) -> Report {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[ignore = "needs vLLM: make engine-test"]
 async fn live_server_passes_the_suite_and_simulator_matches_rows() {
     let models = Models::made();
     let mut simulator = Server::simulator(&models.path("1"), "{}");

@@ -12,6 +12,7 @@ use super::real::venv;
 const WHOLE: Duration = Duration::from_secs(2700);
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[ignore = "needs vLLM: make engine-test"]
 async fn demo_brings_every_version_though_a_server_is_killed() {
     let mut demo = tokio::process::Command::new(weightsync_testkit::dev_program());
     demo.args(["demo", "--output", "json", "--replicas", "2"]);

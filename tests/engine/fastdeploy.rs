@@ -1,8 +1,8 @@
-//! FastDeploy's own `DynamicWeightManager` reads what the adapter wrote.
+//! FastDeploy's own `DynamicWeightManager`, and the simulator of it, read what the adapter wrote.
 //!
 //! `WEIGHTSYNC_FASTDEPLOY` names the folder of tests/tools/fastdeploy.sh (`make upstream-fastdeploy` sets it): upstream's file, unmodified, on Paddle's
 //! CPU build, with a front of our own that has the server's routes (fastdeploy.py). The weights are read, loaded and verified by upstream's
-//! code; only the HTTP front and the model are made here. Without the folder the same steps are taken by the simulator.
+//! code; only the HTTP front and the model are made here.
 
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
@@ -63,6 +63,13 @@ enum Way {
     Steps { mtp: bool },
 }
 
+/// Who takes the weights.
+#[derive(Clone, Copy)]
+enum By {
+    Simulator,
+    Upstream,
+}
+
 enum Front {
     Real(Child),
     Simulated(Box<Simulator>),
@@ -86,7 +93,7 @@ struct Bench {
 }
 
 impl Bench {
-    async fn start(way: Way) -> Self {
+    async fn start(by: By, way: Way) -> Self {
         let folder = TempDir::new().unwrap();
         let at = |name: &str| folder.path().join(name);
         let all: &[usize] = &[0, 1, 2, 3];
@@ -99,9 +106,12 @@ impl Bench {
         let strategy = if way == Way::Snapshot { "ipc_snapshot" } else { "rsync" };
         let config = json!({"directory": at("steps"), "gdr_mtp_chunk_size": 2}).to_string();
         let words = ["--dynamic-load-weight", "--load_strategy", strategy, "--rsync_config", &config];
-        let (front, url, processes) = match std::env::var_os("WEIGHTSYNC_FASTDEPLOY").filter(|folder| !folder.is_empty()) {
-            Some(from) => real(Path::new(&from), folder.path(), way, &words),
-            None => simulated(folder.path(), way, &words).await,
+        let (front, url, processes) = match by {
+            By::Simulator => simulated(folder.path(), way, &words).await,
+            By::Upstream => {
+                let from = std::env::var_os("WEIGHTSYNC_FASTDEPLOY").expect("WEIGHTSYNC_FASTDEPLOY=$(tests/tools/fastdeploy.sh)");
+                real(Path::new(&from), folder.path(), way, &words)
+            }
         };
         let engine = connect(EngineConfig {
             kind: "fastdeploy".into(),
@@ -204,10 +214,35 @@ async fn simulated(folder: &Path, way: Way, words: &[&str]) -> (Front, String, P
     (Front::Simulated(Box::new(simulator)), url, folder.join("proc"))
 }
 
-#[tokio::test]
-async fn fastdeploy_or_simulator_takes_steps_and_drafts() {
+/// Each by the simulator, and by upstream's own loader.
+macro_rules! loaders {
+    ($($test:ident),* $(,)?) => {
+        mod simulator {
+            $(#[tokio::test]
+            async fn $test() {
+                super::$test(super::By::Simulator).await;
+            })*
+        }
+        mod upstream {
+            $(#[tokio::test]
+            #[ignore = "needs FastDeploy: make upstream-fastdeploy"]
+            async fn $test() {
+                super::$test(super::By::Upstream).await;
+            })*
+        }
+    };
+}
+
+loaders!(
+    loader_takes_steps_and_drafts,
+    loader_takes_snapshots,
+    a_step_without_a_drafts_weights_is_refused_untouched,
+    a_broken_step_leaves_the_weights_as_they_were,
+);
+
+async fn loader_takes_steps_and_drafts(by: By) {
     for mtp in [false, true] {
-        let on = Bench::start(Way::Steps { mtp }).await;
+        let on = Bench::start(by, Way::Steps { mtp }).await;
         on.holds(1).await;
         assert_eq!(on.engine.probe(SOON).await.unwrap().delivery, "update_weights, steps in a folder");
         for version in [2, 3] {
@@ -232,9 +267,8 @@ async fn fastdeploy_or_simulator_takes_steps_and_drafts() {
     }
 }
 
-#[tokio::test]
-async fn fastdeploy_or_simulator_takes_snapshots() {
-    let on = Bench::start(Way::Snapshot).await;
+async fn loader_takes_snapshots(by: By) {
+    let on = Bench::start(by, Way::Snapshot).await;
     on.holds(1).await;
     assert_eq!(on.engine.probe(SOON).await.unwrap().delivery, "ipc_snapshot, a file in its model directory");
     for version in [2, 3] {
@@ -245,9 +279,8 @@ async fn fastdeploy_or_simulator_takes_snapshots() {
     on.holds(1).await;
 }
 
-#[tokio::test]
-async fn a_step_without_a_drafts_weights_is_refused_untouched() {
-    let on = Bench::start(Way::Steps { mtp: true }).await;
+async fn a_step_without_a_drafts_weights_is_refused_untouched(by: By) {
+    let on = Bench::start(by, Way::Steps { mtp: true }).await;
     let (whole, less) = (on.folder.path().join("2"), &[0, 1, 3][..]);
     std::fs::remove_dir_all(&whole).unwrap();
     write(&whole, 2, &[("model.safetensors", less)]);
@@ -258,9 +291,8 @@ async fn a_step_without_a_drafts_weights_is_refused_untouched() {
     on.holds(3).await;
 }
 
-#[tokio::test]
-async fn a_broken_step_leaves_the_weights_as_they_were() {
-    let on = Bench::start(Way::Steps { mtp: false }).await;
+async fn a_broken_step_leaves_the_weights_as_they_were(by: By) {
+    let on = Bench::start(by, Way::Steps { mtp: false }).await;
     let cut = on.folder.path().join("steps/cut");
     write(&cut, 2, &[("model.safetensors", &[0, 1, 2, 3])]);
     let file = std::fs::OpenOptions::new().write(true).open(cut.join("model.safetensors")).unwrap();

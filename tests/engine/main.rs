@@ -1,7 +1,7 @@
 //! The engine adapters and simulators against the real server.
 //!
 //! `WEIGHTSYNC_VENV` names a virtual environment with vLLM 0.32 (`make engine-test` sets it): each test then plays on the simulator and on
-//! the real server and compares. Without it, the same steps and expectations are held against the simulator alone.
+//! the real server and compares. Where it is empty, the same steps and expectations are held against the simulator alone.
 //! `WEIGHTSYNC_TEST_CPU=avx2` has the real servers compute as on a processor without AVX-512.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]

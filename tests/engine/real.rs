@@ -15,9 +15,10 @@ use super::client::{Client, KEY};
 use super::forks::Fork;
 use super::processor;
 
-/// The virtual environment with vLLM, where there is one.
+/// The virtual environment with vLLM; none where `WEIGHTSYNC_VENV` is empty.
 pub fn venv() -> Option<PathBuf> {
-    std::env::var_os("WEIGHTSYNC_VENV").map(PathBuf::from)
+    let venv = std::env::var_os("WEIGHTSYNC_VENV").expect("WEIGHTSYNC_VENV has vLLM: WEIGHTSYNC_VENV=$(tests/cluster/vllm-venv.sh)");
+    (!venv.is_empty()).then(|| PathBuf::from(venv))
 }
 
 /// The release of that vLLM as its server reports it; the simulator's without one.

@@ -1,5 +1,5 @@
 //! The store of `weightsync_torch::store` against the real torch of `WEIGHTSYNC_VENV`: its client, its prefixes, and whole process groups
-//! that have no other store. Without it the same steps are taken by our own client, which is held against the same answers.
+//! that have no other store. Where it is empty, the same steps are taken by our own client, which is held against the same answers.
 
 use std::io::{BufRead, BufReader};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
@@ -68,6 +68,7 @@ fn python() -> Option<std::path::PathBuf> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs torch: make engine-test"]
 async fn torchs_client_finds_everything_that_torchs_server_has() {
     let server = server().await;
     server.set("/from_rust", b"hello").unwrap();
@@ -109,6 +110,7 @@ async fn torchs_client_finds_everything_that_torchs_server_has() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs torch: make engine-test"]
 async fn torchs_prefixes_lead_to_the_keys_of_the_groups_id() {
     let server = server().await;
     let group = "weights-3c6f-epoch-7";
@@ -135,6 +137,7 @@ fn hex(bytes: &[u8]) -> String {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs torch: make engine-test"]
 async fn process_groups_of_torch_form_with_no_other_store() {
     let server = server().await;
     let (group, world) = ("weights-1", 2_u32);
@@ -160,9 +163,10 @@ async fn process_groups_of_torch_form_with_no_other_store() {
 
 /// `WEIGHTSYNC_ENGINE_CODE` is the folder of `tests/tools/engine-code.sh`.
 #[tokio::test(flavor = "multi_thread")]
-#[ignore = "needs WEIGHTSYNC_VENV and WEIGHTSYNC_ENGINE_CODE: make engine-test"]
+#[ignore = "needs torch: make engine-test"]
 async fn the_engines_own_group_code_needs_no_other_store() {
-    let (python, code) = (python().unwrap(), std::env::var("WEIGHTSYNC_ENGINE_CODE").unwrap());
+    let python = python().expect("torch runs the engines' code");
+    let code = std::env::var("WEIGHTSYNC_ENGINE_CODE").expect("WEIGHTSYNC_ENGINE_CODE=$(tests/tools/engine-code.sh)");
     for engine in ["sglang", "lmdeploy"] {
         let server = server().await;
         let port = server.address().port().to_string();

@@ -99,6 +99,7 @@ async fn play(mut server: Server, models: &Models) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[ignore = "needs vLLM: make engine-test"]
 async fn right_version_is_taken_after_each_wrong_one() {
     let models = Models::made();
     play(Server::simulator(&models.path("1"), "{}"), models).await;

@@ -1,5 +1,5 @@
-//! Groups whose members read from each other over an RDMA device, without `allowTcp`. They run where `WEIGHTSYNC_STORIES_OVER` is `verbs`:
-//! `make verbs-test`.
+//! Groups whose members read from each other over an RDMA device, without `allowTcp`: `make verbs-test`, which sets
+//! `WEIGHTSYNC_STORIES_OVER=verbs`.
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -15,12 +15,9 @@ const BYTES: u64 = 1 << 20;
 /// Payload of one packet at most: RDMA knows no larger one.
 const PACKET: u64 = 4096;
 
-fn over_verbs() -> bool {
-    let over = std::env::var("WEIGHTSYNC_STORIES_OVER").as_deref() == Ok("verbs");
-    if !over {
-        println!("not run: it needs an RDMA device, which WEIGHTSYNC_STORIES_OVER=verbs says to use");
-    }
-    over
+fn must_be_over_verbs() {
+    let over = std::env::var("WEIGHTSYNC_STORIES_OVER");
+    assert_eq!(over.as_deref(), Ok("verbs"), "WEIGHTSYNC_STORIES_OVER=verbs says that this host has an RDMA device");
 }
 
 /// Packets that a software RDMA device sent; none where there is another one, whose counters leave out what stays on the host.
@@ -36,10 +33,9 @@ fn slow() -> Value {
 
 /// F83: reads over a network card, and over nothing else.
 #[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs an RDMA device: make verbs-test"]
 async fn three_versions_reach_two_receivers_over_the_device() {
-    if !over_verbs() {
-        return;
-    }
+    must_be_over_verbs();
     let mut world = World::start(slow(), [Actor::new(), Actor::sglang()]).await;
     world.until_ready(2).await;
     let over_gdr = |event: &Value| event["message"].as_str().is_some_and(|text| text.ends_with("over gdr (GroupForming)"));
@@ -69,10 +65,9 @@ async fn worker(world: &World, pod: &str) -> Pid {
 
 /// A replica dies while it reads: its worker stands still with a READ, so that the read cannot end before.
 #[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs an RDMA device: make verbs-test"]
 async fn receiver_killed_while_it_reads_costs_the_others_an_attempt() {
-    if !over_verbs() {
-        return;
-    }
+    must_be_over_verbs();
     let world = World::start(slow(), [Actor::new(), Actor::new()]).await;
     world.until_ready(2).await;
     let (agent, reading) = (world.agent("actor-1").await, worker(&world, "actor-1").await);
@@ -108,10 +103,9 @@ fn without_ipc_lock(folder: &Path) -> PathBuf {
 
 /// F65: memory registration fails.
 #[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs an RDMA device: make verbs-test"]
 async fn member_that_may_lock_too_little_is_left_out_by_the_limit() {
-    if !over_verbs() {
-        return;
-    }
+    must_be_over_verbs();
     let folder = tempfile::tempdir().unwrap();
     let program = without_ipc_lock(folder.path());
     let mut world = World::start_from(&program, &Model::small(0), slow(), [Actor::new(), Actor::new()]).await;

@@ -44,7 +44,7 @@ impl AgentDir {
     pub fn open(root: &Path, name: &str) -> Result<(Self, usize), DirError> {
         // Readable by the engine, whose user may be another one.
         fs::DirBuilder::new().recursive(true).mode(0o755).create(root).map_err(at(root))?;
-        check_root(root).map_err(at(root))?;
+        check_root(root, own_user()).map_err(at(root))?;
         let name: String = name.chars().map(|c| if c.is_ascii_alphanumeric() || c == '-' { c } else { '_' }).collect();
         if !is_strict(&name) {
             return Err(at(root)(io::Error::new(io::ErrorKind::InvalidInput, format!("{name:?} cannot be the name of a directory"))));
@@ -119,11 +119,11 @@ fn remove(path: &Path) {
 }
 
 /// Refuses a root in which another user decides what lies where; root's own (a volume's) is taken.
-fn check_root(root: &Path) -> io::Result<()> {
+pub fn check_root(root: &Path, user: u32) -> io::Result<()> {
     // The link itself, where it is one, and what it leads to.
     for found in [fs::symlink_metadata(root)?, fs::metadata(root)?] {
         let owner = found.uid();
-        if owner != 0 && owner != own_user() {
+        if owner != 0 && owner != user {
             let what = format!("it belongs to user {owner}; give this agent a directory of its own (WEIGHTSYNC_VERSION_DIR)");
             return Err(io::Error::new(io::ErrorKind::PermissionDenied, what));
         }

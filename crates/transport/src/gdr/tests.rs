@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::{FabricRing, RingWanted, Slots};
 use crate::tcp::{TcpOptions, TcpTransport};
-use crate::tests::fixture::fabric::{WITHIN, library, transport, worker};
+use crate::tests::fixture::fabric::{WITHIN, transport, worker};
 use crate::tests::fixture::{Door, Fixture, PATIENT, Refuse, epoch, hello};
 use weightsync_core::protocol::{BucketHeader, DataHello, EpochId, FabricPlan, LentPiece, MemberName, StreamFailure};
 use weightsync_core::weights::gsum64;
@@ -24,10 +24,8 @@ async fn ring(name: &str, epoch: u64) -> Arc<FabricRing> {
 }
 
 #[tokio::test]
+#[ignore = "needs NIXL: make gdr-test"]
 async fn slot_of_a_ring_that_is_closed_is_read_by_no_member() {
-    if library().is_none() {
-        return;
-    }
     let (source, member) = (ring("source", 1).await, ring("member", 1).await);
     let mut offered = source.take(WITHIN).await.unwrap();
     offered.write(&[7; 1000]);
@@ -46,10 +44,8 @@ async fn slot_of_a_ring_that_is_closed_is_read_by_no_member() {
 }
 
 #[tokio::test]
+#[ignore = "needs NIXL: make gdr-test"]
 async fn piece_beyond_the_offered_slots_is_no_place() {
-    if library().is_none() {
-        return;
-    }
     let ring = ring("alone", 1).await;
     let memory = ring.memory();
     assert_eq!(memory.at(1, 64 << 10).map(|place| place.address), memory.at(0, 1).map(|place| place.address + (64 << 10)));
@@ -58,8 +54,9 @@ async fn piece_beyond_the_offered_slots_is_no_place() {
 
 /// The leader announces a digest that its bytes do not have.
 #[tokio::test]
+#[ignore = "needs NIXL: make gdr-test"]
 async fn bucket_with_another_digest_is_never_completed() {
-    let Some(fixture) = Fixture::gdr() else { return };
+    let fixture = Fixture::gdr();
     let members = fixture.members(&[Refuse::Nothing; 3]).await;
     let door = Door::new("trainer/0", Refuse::Admission);
     let tcp = TcpTransport::bind("127.0.0.1:0".parse().unwrap(), door, TcpOptions::default()).await.unwrap();

@@ -222,9 +222,9 @@ impl Fixture {
         Self::over(TcpOptions { receive_buffer: 4096, receive_buffers: 4, lanes: 3, ..TcpOptions::default() })
     }
 
-    /// Payloads are read through NIXL, over UCX's `tcp`, in pieces; `None` without NIXL.
-    pub fn gdr() -> Option<Self> {
-        fabric::library().is_some().then(|| Self { fabric: true, ..Self::tcp() })
+    /// Payloads are read through NIXL, over UCX's `tcp`, in pieces.
+    pub fn gdr() -> Self {
+        Self { fabric: true, ..Self::tcp() }
     }
 
     pub fn over(tcp: TcpOptions) -> Self {

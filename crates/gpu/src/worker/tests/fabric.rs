@@ -1,6 +1,6 @@
 //! Workers that read each other's memory over the real NIXL, with UCX and host memory: over TCP on loopback, or over the RDMA device of this
-//! host where `WEIGHTSYNC_STORIES_OVER` is `verbs`. `WEIGHTSYNC_NIXL` names the library, `libnixl_capi.so`. Without it these tests say so
-//! and return.
+//! host where `WEIGHTSYNC_STORIES_OVER` is `verbs`. `WEIGHTSYNC_NIXL` names the library, `libnixl_capi.so`; tests that need it are ignored
+//! elsewhere.
 //!
 //! A worker is this very program, started again for one test, [`a_worker_serves_until_its_agent_is_gone`].
 
@@ -13,10 +13,11 @@ use std::time::{Duration, Instant};
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::process::{Pid, Signal, kill_process};
 
+mod gpu;
 mod verbs;
 
 use super::AMPLE;
-use crate::worker::{Copy, HostMemory, Peer, Read, Region, Worker, WorkerError, WorkerStart};
+use crate::worker::{HostMemory, Peer, Read, Region, Worker, WorkerError, WorkerStart};
 use weightsync_core::protocol::worker::{FabricMetadata, RemotePlace, UcxSettings, WorkerFaultCode};
 
 const SERVE: &str = "WEIGHTSYNC_TEST_SERVES";
@@ -32,24 +33,20 @@ fn a_worker_serves_until_its_agent_is_gone() {
     }
 }
 
-fn nixl() -> Option<PathBuf> {
-    let library = std::env::var_os("WEIGHTSYNC_NIXL").map(PathBuf::from);
-    if library.is_none() {
-        eprintln!("not run: WEIGHTSYNC_NIXL must name the file libnixl_capi.so (WEIGHTSYNC_NIXL=$(tests/tools/nixl.sh))");
-    }
-    library
+fn nixl() -> PathBuf {
+    let library =
+        std::env::var_os("WEIGHTSYNC_NIXL").expect("WEIGHTSYNC_NIXL names libnixl_capi.so: WEIGHTSYNC_NIXL=$(tests/tools/nixl.sh)");
+    library.into()
 }
 
 fn over_verbs() -> bool {
     std::env::var("WEIGHTSYNC_STORIES_OVER").as_deref() == Ok("verbs")
 }
 
-/// Whether the peer's process must serve a READ itself. A network card serves it, whatever the process does.
-fn served_by_processes() -> bool {
-    if over_verbs() {
-        eprintln!("not run: over verbs a READ from a process that stopped goes on");
-    }
-    !over_verbs()
+/// For tests where the peer's process must serve a READ itself. A network card serves it, whatever the process does.
+fn nixl_over_tcp() -> PathBuf {
+    assert!(!over_verbs(), "over verbs a READ from a process that stopped goes on: this test runs over TCP");
+    nixl()
 }
 
 fn ucx() -> UcxSettings {
@@ -143,8 +140,9 @@ fn code(read: Result<(), WorkerError>) -> WorkerFaultCode {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs NIXL: make gdr-test"]
 async fn bytes_of_several_sizes_arrive_as_they_are() {
-    let Some(library) = nixl() else { return };
+    let library = nixl();
     let (reader, source) = tokio::join!(Member::new(&library, "reader"), Member::new(&library, "source"));
     let peer = reader.peer(&source).await;
     assert!(peer.name().starts_with("source."), "{}", peer.name());
@@ -157,8 +155,9 @@ async fn bytes_of_several_sizes_arrive_as_they_are() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs NIXL: make gdr-test"]
 async fn several_reads_at_once_keep_their_places() {
-    let Some(library) = nixl() else { return };
+    let library = nixl();
     let (reader, first, second) =
         tokio::join!(Member::new(&library, "reader"), Member::new(&library, "first"), Member::new(&library, "second"));
     let peers = [reader.peer(&first).await, reader.peer(&second).await];
@@ -195,8 +194,9 @@ async fn futures_of<F: Future + Send>(futures: impl Iterator<Item = F>) -> Vec<F
 }
 
 #[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs NIXL: make gdr-test"]
 async fn a_region_that_was_released_is_not_read() {
-    let Some(library) = nixl() else { return };
+    let library = nixl();
     let (reader, source) = tokio::join!(Member::new(&library, "reader"), Member::new(&library, "source"));
     let peer = reader.peer(&source).await;
     source.write(0, &pattern(1, BYTES));
@@ -224,8 +224,9 @@ async fn a_region_that_was_released_is_not_read() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs NIXL: make gdr-test"]
 async fn memory_that_is_gone_is_not_read_and_both_live() {
-    let Some(library) = nixl() else { return };
+    let library = nixl();
     let (reader, source) = tokio::join!(Member::new(&library, "reader"), Member::new(&library, "unmapped"));
     let peer = reader.peer(&source).await;
     let from = source.region.at(0).unwrap();
@@ -243,11 +244,9 @@ async fn memory_that_is_gone_is_not_read_and_both_live() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs NIXL: make gdr-test"]
 async fn a_read_into_a_region_that_is_closed_is_aborted() {
-    if !served_by_processes() {
-        return;
-    }
-    let Some(library) = nixl() else { return };
+    let library = nixl_over_tcp();
     let (reader, source) = tokio::join!(Member::new(&library, "reader"), Member::new(&library, "stopped"));
     let peer = reader.peer(&source).await;
     let from = source.region.at(0).unwrap();
@@ -262,8 +261,9 @@ async fn a_read_into_a_region_that_is_closed_is_aborted() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs NIXL: make gdr-test"]
 async fn places_outside_of_regions_are_refused() {
-    let Some(library) = nixl() else { return };
+    let library = nixl();
     let (reader, source) = tokio::join!(Member::new(&library, "reader"), Member::new(&library, "source"));
     let peer = reader.peer(&source).await;
     let inside = source.region.at(0).unwrap();
@@ -285,11 +285,9 @@ async fn places_outside_of_regions_are_refused() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs NIXL: make gdr-test"]
 async fn a_read_from_a_killed_peer_ends_and_the_worker_serves() {
-    if !served_by_processes() {
-        return;
-    }
-    let Some(library) = nixl() else { return };
+    let library = nixl_over_tcp();
     let within = Duration::from_secs(8);
     let (reader, source, other) =
         tokio::join!(Member::new(&library, "reader"), Member::new(&library, "killed"), Member::new(&library, "other"));
@@ -322,11 +320,9 @@ async fn a_read_from_a_killed_peer_ends_and_the_worker_serves() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs NIXL: make gdr-test"]
 async fn a_read_from_a_silent_peer_is_late_and_holds_its_bytes() {
-    if !served_by_processes() {
-        return;
-    }
-    let Some(library) = nixl() else { return };
+    let library = nixl_over_tcp();
     let (reader, source) = tokio::join!(Member::new(&library, "reader"), Member::new(&library, "silent"));
     let peer = reader.peer(&source).await;
     let from = source.region.at(0).unwrap();
@@ -357,54 +353,6 @@ fn pid(label: &str) -> Pid {
     Pid::from_raw(found.next().unwrap()).unwrap()
 }
 
-/// GPU memory of two processes on one GPU. Needs a GPU, and a NIXL built for its driver's CUDA.
-#[tokio::test(flavor = "multi_thread")]
-async fn a_slot_is_read_into_a_slot_of_another_process() {
-    let Some(library) = nixl() else { return };
-    let ucx = UcxSettings { tls: ["cuda_copy", "cuda_ipc", "tcp"].map(Into::into).into(), devices: Vec::new() };
-    let mut members = Vec::new();
-    for name in ["gpu-reader", "gpu-source"] {
-        let worker = start_with(name, &ucx);
-        if let Err(error) = worker.open(None, None, AMPLE).await {
-            eprintln!("not run: it needs one visible GPU: {error}");
-            return;
-        }
-        let facts = worker.open_fabric(Some(&library), name, &ucx, AMPLE).await.unwrap();
-        assert_eq!(facts.gpu_memory, Ok(()), "{facts:?}");
-        let (ring, file) = (worker.ring(2, BYTES, AMPLE).await.unwrap(), memfd(2 * BYTES));
-        let host = worker.map_host(file.as_fd(), 2 * BYTES, AMPLE).await.unwrap();
-        let region = worker.register_ring(&ring, AMPLE).await.unwrap();
-        assert_eq!(region.at(0).unwrap().device, Some(0));
-        members.push((worker, ring, file, host, region));
-    }
-    let [(reader, to, file, host, region), (source, from, sent, source_host, source_region)] = members.try_into().ok().unwrap();
-    let peer = reader.add_peer(&region, source_region.metadata(), AMPLE).await.unwrap();
-    let bytes = pattern(6, BYTES);
-    sent.write_all_at(&bytes, 0).unwrap();
-    let slots = [from.try_take().unwrap(), from.try_take().unwrap()];
-    let copy = Copy { from: source_host.at(0), to: slots[1].at(0), bytes: BYTES, after: None, then: None };
-    source.copy(copy, AMPLE).await.unwrap();
-    let slot = to.try_take().unwrap();
-    // What is on its way into the slot comes first.
-    let zeros = reader.copy_now(Copy { from: host.at(0), to: slot.at(0), bytes: BYTES, after: None, then: None }, AMPLE);
-    let read = Read { peer: peer.clone(), from: source_region.at(slots[1].offset()).unwrap(), to: slot.at(0), bytes: BYTES };
-    let reading = reader.read_now(read.clone(), AMPLE);
-    zeros.await.unwrap();
-    reading.await.unwrap();
-    let back = Copy { from: slot.at(0), to: host.at(BYTES), bytes: BYTES, after: None, then: None };
-    reader.copy(back, AMPLE).await.unwrap();
-    let mut here = vec![0; bytes.len()];
-    file.read_exact_at(&mut here, BYTES).unwrap();
-    assert!(here == bytes);
-    let begun = Instant::now();
-    for _ in 0..20 {
-        reader.read(read.clone(), AMPLE).await.unwrap();
-    }
-    eprintln!("20 READs of 8 MiB, one by one: {:?}", begun.elapsed());
-    source_region.close(AMPLE).await.unwrap();
-    assert_eq!(code(reader.read(read, AMPLE).await), WorkerFaultCode::Fabric);
-}
-
 #[tokio::test(flavor = "multi_thread")]
 async fn a_library_that_cannot_be_used_is_named() {
     let worker = start("no library");
@@ -416,8 +364,13 @@ async fn a_library_that_cannot_be_used_is_named() {
     // libc is a library, and no NIXL.
     let error = worker.open_fabric(Some(Path::new("libc.so.6")), "name", &ucx(), AMPLE).await.unwrap_err();
     assert!(error.to_string().contains("it lacks nixl_capi_"), "{error}");
-    // A failed attempt may be repeated.
-    let Some(library) = nixl() else { return };
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs NIXL: make gdr-test"]
+async fn fabric_opens_once_after_an_attempt_that_failed() {
+    let (library, worker) = (nixl(), start("second attempt"));
+    worker.open_fabric(Some(Path::new("/dev/null")), "name", &ucx(), AMPLE).await.unwrap_err();
     let facts = worker.open_fabric(Some(&library), "name", &ucx(), AMPLE).await.unwrap();
     assert_eq!((facts.path.as_str(), facts.plugin.as_str()), (library.to_str().unwrap(), "UCX"));
     assert!(facts.memory.iter().any(|kind| kind == "DRAM"), "{facts:?}");
@@ -447,8 +400,9 @@ async fn a_fabric_is_needed_before_memory_is_registered() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs NIXL: make gdr-test"]
 async fn metadata_that_makes_no_sense_is_refused() {
-    let Some(library) = nixl() else { return };
+    let library = nixl();
     let reader = Member::new(&library, "reader").await;
     for bytes in [vec![0; 320], pattern(5, 320), reader.region.metadata().bytes()[..100].to_vec()] {
         let metadata = FabricMetadata::new(bytes).unwrap();

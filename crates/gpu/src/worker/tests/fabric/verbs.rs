@@ -1,5 +1,5 @@
-//! What only an RDMA device does: it looks at keys, and it answers for a process that does nothing. These tests run where
-//! `WEIGHTSYNC_STORIES_OVER` is `verbs`.
+//! What only an RDMA device does: it looks at keys, and it answers for a process that does nothing. These tests need
+//! `WEIGHTSYNC_STORIES_OVER=verbs`.
 //!
 //! A reader that lies is made by changing the metadata that it got: NIXL believes it, and the device must not.
 
@@ -14,12 +14,9 @@ use weightsync_core::protocol::worker::{FabricMetadata, RemotePlace, WorkerFault
 /// Bytes that a reader asks for.
 const PART: u64 = 4096;
 
-fn library() -> Option<std::path::PathBuf> {
-    if over_verbs() {
-        return nixl();
-    }
-    eprintln!("not run: it needs an RDMA device, which WEIGHTSYNC_STORIES_OVER=verbs says to use");
-    None
+fn library() -> std::path::PathBuf {
+    assert!(over_verbs(), "WEIGHTSYNC_STORIES_OVER=verbs says that this host has an RDMA device");
+    nixl()
 }
 
 /// Where metadata describes a region: its address and length, then its key (NIXL 1.5.1, run).
@@ -36,12 +33,12 @@ struct Scene {
 }
 
 impl Scene {
-    async fn new() -> Option<Self> {
-        let library = library()?;
+    async fn new() -> Self {
+        let library = library();
         let (reader, source) = tokio::join!(Member::new(&library, "liar"), Member::new(&library, "source"));
         let sent = pattern(7, PART);
         source.write(0, &sent);
-        Some(Self { reader, source, sent })
+        Self { reader, source, sent }
     }
 
     /// A READ by changed metadata is refused by the device; one by true metadata goes on.
@@ -70,8 +67,9 @@ fn counted(name: &str) -> Option<u64> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs an RDMA device: make verbs-test"]
 async fn key_or_address_that_is_not_registered_is_refused() {
-    let Some(mut scene) = Scene::new().await else { return };
+    let mut scene = Scene::new().await;
     let inside = scene.source.region.at(0).unwrap();
     let old = scene.source.region.metadata().clone();
     scene.source.region.close(AMPLE).await.unwrap();
@@ -90,8 +88,9 @@ async fn key_or_address_that_is_not_registered_is_refused() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs an RDMA device: make verbs-test"]
 async fn stopped_peer_is_read_and_a_killed_one_is_not() {
-    let Some(library) = library() else { return };
+    let library = library();
     let (reader, source) = tokio::join!(Member::new(&library, "reader"), Member::new(&library, "stopped"));
     let peer = reader.peer(&source).await;
     let (from, sent) = (source.region.at(0).unwrap(), pattern(8, PART));
@@ -111,8 +110,9 @@ async fn stopped_peer_is_read_and_a_killed_one_is_not() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs an RDMA device: make verbs-test"]
 async fn reader_killed_in_a_read_leaves_its_source_whole() {
-    let Some(library) = library() else { return };
+    let library = library();
     let (reader, source, other) =
         tokio::join!(Member::new(&library, "read-killed"), Member::new(&library, "source"), Member::new(&library, "other"));
     let (peer, healthy) = (reader.peer(&source).await, other.peer(&source).await);
