@@ -50,7 +50,7 @@ async fn versions_travel_between_gpus_and_engines_serve_them() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn vllm_with_our_back_end_takes_versions_from_its_gpu() {
+async fn simulated_vllm_with_our_back_end_takes_from_its_gpu() {
     let machine = Machine::new();
     // One of them on the trainer's GPU.
     let actors = [Actor::new().with_backend_on(0), Actor::new().with_backend_on(2)];

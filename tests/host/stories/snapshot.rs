@@ -6,7 +6,7 @@ use crate::model::Model;
 use crate::world::{Actor, World, behind, installed, until};
 
 #[tokio::test(flavor = "multi_thread")]
-async fn fastdeploy_takes_snapshot_versions_and_restarts_on_last() {
+async fn simulated_fastdeploy_takes_snapshots_and_restarts_on_last() {
     let world = World::start(json!({"pause": "Abort", "kvCache": "Reset"}), [Actor::fastdeploy(), Actor::new()]).await;
     world.until_ready(2).await;
     for version in [1, 2] {
@@ -26,7 +26,7 @@ async fn fastdeploy_takes_snapshot_versions_and_restarts_on_last() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn fastdeploy_whose_load_fails_is_healed_by_next_version() {
+async fn simulated_fastdeploy_whose_load_fails_is_healed_by_next() {
     let world = World::start(json!({"pause": "Abort", "kvCache": "Reset", "minReady": 1}), [Actor::fastdeploy(), Actor::new()]).await;
     world.until_ready(2).await;
     world.spoil(0, &json!({"load": "failHalfway"})).await;

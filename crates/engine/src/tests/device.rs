@@ -309,7 +309,7 @@ async fn failed_last_step_shows_only_in_computation() {
 }
 
 #[tokio::test]
-async fn sglang_on_a_cpu_has_no_way_from_gpu_memory() {
+async fn simulated_sglang_on_a_cpu_has_no_way_from_gpu_memory() {
     let on = bench(("sglang", None, 1, "checkpoint-engine")).await;
     let mut info = on.bench.get("/server_info").await;
     info["device"] = json!("cpu");

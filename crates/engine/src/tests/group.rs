@@ -222,7 +222,7 @@ pub(super) async fn received_of(engine: &Arc<dyn Engine>, rendezvous: Rendezvous
 
 /// Story F93.
 #[tokio::test]
-async fn sglang_gets_one_element_type_per_bucket() {
+async fn sglang_adapter_sends_one_element_type_per_bucket() {
     let (server, engine) = engine("sglang").await;
     assert_eq!(engine.group().unwrap().facts(SOON).await.unwrap().why_not, "");
     received(&engine, Rendezvous::Store).await.unwrap();
@@ -242,7 +242,7 @@ async fn sglang_gets_one_element_type_per_bucket() {
 }
 
 #[tokio::test]
-async fn vllm_joins_by_communicator_id_and_takes_whole_requests() {
+async fn vllm_adapter_joins_by_id_and_takes_whole_requests() {
     let (server, engine) = engine("vllm").await;
     let facts = engine.group().unwrap().facts(SOON).await.unwrap();
     assert_eq!((facts.rendezvous, facts.size, facts.why_not.as_str()), (Rendezvous::UniqueId, 2, ""));

@@ -223,7 +223,7 @@ async fn engine_with_a_changed_label_counts_as_another_start() {
 }
 
 #[tokio::test]
-async fn sglang_says_before_a_byte_moves_that_it_cannot_drain() {
+async fn sglang_adapter_says_before_a_byte_moves_it_cannot_drain() {
     let bench = Bench::start("sglang").await;
     let refusal = bench.engine.accepts(PausePolicy::Drain, KvCachePolicy::Reset).unwrap_err().to_string();
     assert!(refusal.contains("set update.pause to Keep"), "{refusal}");
@@ -234,7 +234,7 @@ async fn sglang_says_before_a_byte_moves_that_it_cannot_drain() {
 }
 
 #[tokio::test]
-async fn sglangs_unhealthy_flag_from_a_foreign_probe_is_healed() {
+async fn simulated_sglangs_flag_from_a_foreign_probe_is_healed() {
     let bench = Bench::start_with("sglang", Faults { load_ms: 200, ..Faults::default() }, |options| {
         options.health_timeout = Duration::from_millis(20);
     })
@@ -252,7 +252,7 @@ async fn sglangs_unhealthy_flag_from_a_foreign_probe_is_healed() {
 
 /// A server with `--api-key` and another `--admin-api-key`, as SGLang 0.5.23 answered to the first.
 #[tokio::test]
-async fn sglang_key_that_opens_no_update_is_refused_at_once() {
+async fn simulated_sglang_key_that_opens_no_update_is_refused() {
     let refused = |path: &str| {
         let fault = Fault::Answer { status: 401, body: json!({"error": "Unauthorized"}) };
         FaultRule { path: path.to_owned(), after: 0, times: None, fault }
@@ -269,7 +269,7 @@ async fn sglang_key_that_opens_no_update_is_refused_at_once() {
 }
 
 #[tokio::test]
-async fn busy_sglang_passes_by_the_sign_of_another_request() {
+async fn busy_simulated_sglang_passes_by_sign_of_another_request() {
     let bench = Bench::start("sglang").await;
     let rule = FaultRule { path: "/generate".into(), after: 0, times: None, fault: Fault::Hang };
     bench.set_faults(Faults { rules: vec![rule], ..Faults::default() }).await;

@@ -52,7 +52,7 @@ async fn a_pause_is_no_sleep() {
 
 /// Story F55.
 #[tokio::test]
-async fn lmdeploy_weights_asleep_differ_from_cache_asleep() {
+async fn simulated_lmdeploy_weights_asleep_differ_from_cache_asleep() {
     let bench = Bench::start("lmdeploy").await;
     let before = bench.engine.health(SOON).await.unwrap().start;
     call(&bench, "/sleep?level=1").await;

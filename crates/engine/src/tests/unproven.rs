@@ -108,7 +108,7 @@ async fn call_that_fails_midway_holds_engine_until_next_update() {
 }
 
 #[tokio::test]
-async fn sglang_without_our_shared_memory_is_not_trusted() {
+async fn simulated_sglang_without_our_shared_memory_is_not_trusted() {
     let on = bench(WAYS[0], true).await;
     on.bench.set_faults(Faults { blind_to_counters: true, ..Faults::default() }).await;
     let error = on.install(2).await.unwrap_err();
@@ -117,7 +117,7 @@ async fn sglang_without_our_shared_memory_is_not_trusted() {
 
 /// Trap 17.
 #[tokio::test]
-async fn sglang_reads_a_tensor_after_its_success() {
+async fn simulated_sglang_reads_a_tensor_after_its_success() {
     let on = bench(("sglang", 1, "", "", ""), true).await;
     assert_eq!(call(&on, "/pause_generation", json!({"mode": "abort"})).await, 200);
     assert_eq!(call(&on, "/begin_weight_update", json!({})).await, 200);

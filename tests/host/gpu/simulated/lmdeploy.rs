@@ -5,7 +5,7 @@ use super::{A_WHILE, Fixture, assert_refused, assert_well, bucket, model, with};
 use crate::world::SOON;
 
 #[tokio::test(flavor = "multi_thread")]
-async fn lmdeploy_serves_a_version_when_it_is_finished_and_not_before() {
+async fn simulated_lmdeploy_serves_no_version_before_it_is_finished() {
     let fixture = Fixture::new("lmdeploy", 2).await;
     let new = model(1);
     let id = fixture.publish_id("w").await;
@@ -31,7 +31,7 @@ async fn lmdeploy_serves_a_version_when_it_is_finished_and_not_before() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn lmdeploy_refuses_mixed_types_and_all_without_ray() {
+async fn simulated_lmdeploy_refuses_mixed_types_and_no_ray() {
     let fixture = Fixture::new("lmdeploy", 1).await;
     fixture.publish_id("w").await;
     assert_well(&fixture.call("/init_weights_update_group", fixture.meeting("w")).await);
@@ -49,7 +49,7 @@ async fn lmdeploy_refuses_mixed_types_and_all_without_ray() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn lmdeploy_whose_rank_0_dies_is_stuck_with_green_health() {
+async fn simulated_lmdeploy_whose_rank_0_dies_is_stuck_yet_healthy() {
     let fixture = Fixture::new("lmdeploy", 1).await;
     let id = fixture.publish_id("w").await;
     assert_well(&fixture.call("/init_weights_update_group", fixture.meeting("w")).await);

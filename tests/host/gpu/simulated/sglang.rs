@@ -6,7 +6,7 @@ use super::{A_WHILE, Fixture, assert_refused, assert_well, bucket, model, with};
 use crate::world::{SOON, until};
 
 #[tokio::test(flavor = "multi_thread")]
-async fn version_reaches_both_sglang_ranks_and_name_is_reusable() {
+async fn version_reaches_both_simulated_sglang_ranks_name_reusable() {
     let fixture = Fixture::new("sglang", 2).await;
     for (round, group) in [(1, 10), (2, 11)] {
         let new = model(round);
@@ -44,7 +44,7 @@ async fn version_reaches_both_sglang_ranks_and_name_is_reusable() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn sglang_refuses_wrong_order_before_the_broadcast() {
+async fn simulated_sglang_refuses_wrong_order_before_broadcast() {
     let fixture = Fixture::new("sglang", 1).await;
     let flattened = json!({"load_format": "flattened_bucket", "group_name": "g"});
     let (tensors, _) = bucket(&model(1), 0..1);
@@ -72,7 +72,7 @@ async fn sglang_refuses_wrong_order_before_the_broadcast() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn unanswered_store_stops_sglang_until_torch_gives_up() {
+async fn unanswered_store_stops_simulated_sglang_until_it_gives_up() {
     // Trap 8: the scheduler tries the store, and does nothing else.
     let fixture = Fixture::with("sglang", 1, |options| options.groups.as_mut().unwrap().patience = 4 * A_WHILE).await;
     let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
@@ -120,7 +120,7 @@ async fn nccl2_group_accepts_a_bucket_from_no_rank_legacy_refuses() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn sglang_hides_an_error_of_another_rank_than_the_first() {
+async fn simulated_sglang_hides_an_error_of_a_rank_but_the_first() {
     // Trap 18.
     let fixture = Fixture::new("sglang", 2).await;
     let new = model(1);

@@ -23,7 +23,7 @@ fn assert_done(reply: &Reply, words: &str) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn vllm_joins_in_the_call_and_takes_both_bucket_kinds() {
+async fn simulated_vllm_joins_in_the_call_and_takes_both_buckets() {
     let fixture = Fixture::new("vllm", 2).await;
     for (group, packed) in [(1, false), (2, true)] {
         let new = model(group);
@@ -52,7 +52,7 @@ async fn vllm_joins_in_the_call_and_takes_both_bucket_kinds() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn vllm_names_a_wrong_init_and_a_wrong_order() {
+async fn simulated_vllm_names_a_wrong_init_and_a_wrong_order() {
     let fixture = Fixture::new("vllm", 1).await;
     let id = fixture.zero.worker.unique_id(SOON).await.unwrap();
     let init = async |body| fixture.call("/init_weight_transfer_engine", body).await;
@@ -78,7 +78,7 @@ async fn vllm_names_a_wrong_init_and_a_wrong_order() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn vllm_without_rank_0s_all_reduce_is_stuck_yet_healthy() {
+async fn simulated_vllm_without_rank_0s_all_reduce_is_stuck() {
     // Trap 2.
     let fixture = Fixture::new("vllm", 1).await;
     let id = fixture.zero.worker.unique_id(SOON).await.unwrap();

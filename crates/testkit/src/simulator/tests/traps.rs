@@ -122,7 +122,7 @@ async fn bucket_without_memory_is_read_from_an_old_clone() {
 
 /// As SGLang 0.5.23 did on CPU: a file cut short, or one of another shape, ends the server; a directory without files leaves it as it was.
 #[tokio::test]
-async fn sglang_ends_when_a_file_cannot_be_loaded() {
+async fn simulated_sglang_ends_when_a_file_cannot_be_loaded() {
     for ruin in ["cut", "no files"] {
         let server = Server::start("sglang").await;
         let directory = server.folder.path().join("2");
