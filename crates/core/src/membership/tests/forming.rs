@@ -30,6 +30,24 @@ fn group_is_written_prepared_then_committed_source_last() {
     assert!(view.members.iter().all(|member| member.standing == MemberStanding::Ready));
 }
 
+/// A member that was given the deadline of a prepare for its commit would give a slow NCCL formation up at half its time.
+#[test]
+fn prepare_and_commit_each_tell_members_their_own_deadline() {
+    let desk = Desk::formed(2);
+    let told: Vec<(&str, u64)> = desk
+        .decisions
+        .iter()
+        .filter_map(|decision| match decision {
+            Decision::Prepare { request, .. } => Some(("prepare", request.deadline_ms)),
+            Decision::Commit { request, .. } => Some(("commit", request.deadline_ms)),
+            _ => None,
+        })
+        .collect();
+    let (prepare, commit) = (config().prepare_deadline_ms, config().commit_deadline_ms);
+    assert_ne!(prepare, commit);
+    assert_eq!(told, [[("prepare", prepare); 3], [("commit", commit); 3]].concat());
+}
+
 #[test]
 fn no_member_learns_an_epoch_before_it_is_written() {
     let mut desk = Desk::new(1);
