@@ -13,7 +13,7 @@ use tokio::sync::{Notify, watch};
 use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 
-use weightsync_core::protocol::{Announcement, Assignment, EnrollRequest, Incarnation};
+use weightsync_core::protocol::{AnnounceResponse, Announcement, Assignment, EnrollRequest, Incarnation};
 use weightsync_net::backoff::Backoff;
 use weightsync_net::https::{CallError, ControllerClient};
 use weightsync_net::identity::{Identity, IdentityError};
@@ -172,14 +172,26 @@ impl Announcer {
     /// Announces each second while no one listens (at once when a listener went away; less often to a controller that is busy), every ten
     /// seconds otherwise, and whenever it is asked to.
     pub async fn run(self, cancel: CancellationToken) -> AnnouncingEnded {
+        let client = self.client.clone();
+        let ask = move |announcement| {
+            let client = client.clone();
+            async move { client.ask(&announcement, Announcement::WITHIN).await }
+        };
+        self.run_by(ask, cancel).await
+    }
+
+    /// The same, over `ask`.
+    pub(crate) async fn run_by<F>(self, ask: impl Fn(Announcement) -> F, cancel: CancellationToken) -> AnnouncingEnded
+    where
+        F: Future<Output = Result<AnnounceResponse, CallError>>,
+    {
         let mut said = String::new();
         let mut patience = ANNOUNCE_EVERY;
         loop {
             let announcement = Announcement { attached: (self.attached)(), ..self.announcement.clone() };
-            let asked = self.client.ask(&announcement, Announcement::WITHIN);
             let answer = tokio::select! {
                 () = cancel.cancelled() => return AnnouncingEnded::Cancelled,
-                answer = asked => answer,
+                answer = ask(announcement) => answer,
             };
             let taken = answer.is_ok();
             match answer {
