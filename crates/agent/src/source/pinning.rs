@@ -16,6 +16,7 @@ use super::Source;
 use crate::group::Epoch;
 use crate::lead::peers::Peer;
 use crate::locks::lock;
+use crate::space::{Cgroups, NoSpace, Reservation};
 use weightsync_core::protocol::MemberName;
 use weightsync_core::weights::Layout;
 use weightsync_transport::nccl::Staging;
@@ -30,7 +31,35 @@ pub(super) struct Pinning {
     stop: Mutex<CancellationToken>,
 }
 
+/// What the next copy will need, as far as it is known.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Next {
+    /// No version was laid out yet: as much as the engines' own checkpoint.
+    LikeEngines,
+    /// Buckets of these lengths, as the last version had.
+    LikeLast(Arc<[u64]>),
+    /// The last version did not come from the GPU.
+    Nothing,
+}
+
+impl Next {
+    /// Room to pin so many bytes for it. Before the first version as much again must be free: the trainer may need it for itself.
+    fn room(&self, cgroups: &Cgroups, bytes: u64) -> Result<Reservation, NoSpace> {
+        let times = if matches!(self, Self::LikeEngines) { 2 } else { 1 };
+        cgroups.reserve(bytes.saturating_mul(times))
+    }
+}
+
 impl Pinning {
+    /// `kept`: whether copies lie in pinned memory now.
+    fn next(&self, kept: bool) -> Next {
+        let Some(lengths) = lock(&self.lengths).clone() else { return Next::LikeEngines };
+        if kept {
+            self.on_gpu.store(true, Ordering::Relaxed);
+        }
+        if self.on_gpu.load(Ordering::Relaxed) { Next::LikeLast(lengths) } else { Next::Nothing }
+    }
+
     /// An update begins: nothing more is pinned ahead. What the driver is at comes to its end.
     pub(super) fn stop(&self) {
         lock(&self.stop).cancel();
@@ -64,19 +93,16 @@ impl Source {
     async fn pin(&self, epoch: &Arc<Epoch>) {
         let Some(staging) = self.leader.gpus().and_then(|gpus| gpus.first()).map(|(_, staging)| staging) else { return };
         staging.reuse(epoch.prepared.policy.retain_bytes);
-        let laid_out = lock(&self.pinning.lengths).clone();
-        let Some(lengths) = laid_out else {
-            let Some(lengths) = self.expected(epoch).await else { return };
-            return self.pin_lengths(&staging, &lengths, 2);
-        };
-        if staging.has_kept() {
-            self.pinning.on_gpu.store(true, Ordering::Relaxed);
-        }
-        if self.pinning.on_gpu.load(Ordering::Relaxed) {
-            self.pin_lengths(&staging, &lengths, 1);
-        } else {
-            // The version did not come from the GPU: what was pinned for it serves nothing.
-            staging.forget();
+        let next = self.pinning.next(staging.has_kept());
+        match &next {
+            Next::LikeEngines => {
+                if let Some(lengths) = self.expected(epoch).await {
+                    self.pin_lengths(&staging, &lengths, &next);
+                }
+            }
+            Next::LikeLast(lengths) => self.pin_lengths(&staging, lengths, &next),
+            // What was pinned for it serves nothing.
+            Next::Nothing => staging.forget(),
         }
     }
 
@@ -89,14 +115,14 @@ impl Source {
         gpus.expected_buckets(bytes)
     }
 
-    /// Pins memory for buckets of these lengths in the background, if `times` as much is free.
-    fn pin_lengths(&self, staging: &Staging, lengths: &[u64], times: u64) {
+    /// Pins memory for buckets of these lengths in the background, if there is room.
+    fn pin_lengths(&self, staging: &Staging, lengths: &[u64], next: &Next) {
         let missing = staging.missing(lengths);
         let bytes = missing.iter().fold(0_u64, |sum, length| sum.saturating_add(*length));
         if bytes == 0 {
             return;
         }
-        let room = match self.cgroups.reserve(bytes.saturating_mul(times)) {
+        let room = match next.room(&self.cgroups, bytes) {
             Ok(room) => room,
             Err(why) => return tracing::info!(%why, "no memory is pinned for the copy of the next version"),
         };
@@ -117,3 +143,6 @@ async fn longest_model(mut peers: watch::Receiver<BTreeMap<MemberName, Peer>>) -
     let known = peers.wait_for(|peers| peers.values().all(|peer| peer.state.is_some() || peer.lost.is_some())).await.ok()?;
     known.values().filter_map(|peer| peer.state.as_ref()?.engine.as_ref()?.model_bytes).max()
 }
+
+#[cfg(test)]
+mod tests;
