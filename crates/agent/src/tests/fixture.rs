@@ -361,6 +361,18 @@ impl Start {
     }
 }
 
+#[test]
+fn no_two_times_of_the_fixture_are_equal() {
+    let mut fixture = Fixture::new();
+    let source = fixture.source();
+    let UpdatePolicy { silence_ms, update_timeout_ms, health, .. } = fixture.policy;
+    let (prepare, commit) =
+        (fixture.prepare_request(&[&source], &source).deadline_ms, fixture.commit_request(&[&source], None).deadline_ms);
+    let all = [silence_ms, update_timeout_ms, health.period_ms, health.timeout_ms, prepare, commit];
+    assert_eq!(std::collections::BTreeSet::from(all).len(), all.len(), "{all:?}");
+    assert_ne!(health.failure_threshold, health.success_threshold);
+}
+
 fn unlimited() -> Cgroups {
     Cgroups::at(PathBuf::from("/nonexistent"), String::new())
 }

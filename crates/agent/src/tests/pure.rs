@@ -108,13 +108,13 @@ fn prepare(id: &EpochId, pod_uid: &str, port: u16, role: Role) -> PrepareRequest
         pods: vec![PodRef { name: "a".into(), uid: pod_uid.into(), node: None, ips: Vec::new() }],
         port: Some(port),
     };
-    let health = HealthPolicy { period_ms: 1, timeout_ms: 1, failure_threshold: 1, success_threshold: 1 };
+    let health = HealthPolicy { period_ms: 11, timeout_ms: 12, failure_threshold: 3, success_threshold: 2 };
     let policy = UpdatePolicy {
         pause: PausePolicy::Keep,
         kv_cache: KvCachePolicy::Reset,
         min_ready: 1,
-        silence_ms: 1,
-        update_timeout_ms: 1,
+        silence_ms: 13,
+        update_timeout_ms: 14,
         retain_bytes: 0,
         keep: 1,
         max_unavailable: 0,
@@ -128,7 +128,7 @@ fn prepare(id: &EpochId, pod_uid: &str, port: u16, role: Role) -> PrepareRequest
         canary: None,
     };
     let roster = Roster { members: vec![member], world_size: 2, chain: vec![name.clone()] };
-    PrepareRequest { id: id.clone(), member: name, roster, policy, why: String::new(), deadline_ms: 1 }
+    PrepareRequest { id: id.clone(), member: name, roster, policy, why: String::new(), deadline_ms: 15 }
 }
 
 fn commit(id: &EpochId, instance: &str) -> CommitRequest {
@@ -148,7 +148,7 @@ fn commit(id: &EpochId, instance: &str) -> CommitRequest {
         feeder: None,
         transport: TransportChoice::default(),
         secret: "s".into(),
-        deadline_ms: 1,
+        deadline_ms: 16,
     }
 }
 

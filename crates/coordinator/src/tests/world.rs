@@ -14,7 +14,7 @@ use crate::{
     Addresses, Context, Coordinator, CoordinatorEvent, CoordinatorHandle, Directory, Enrollment, EpochStore, EventSink, PersistError,
     ProvenPod, SingleUseTokens, Timing, Wanted, router,
 };
-use weightsync_core::membership::{MembershipConfig, MembershipView, Restored};
+use weightsync_core::membership::{BackoffConfig, MembershipConfig, MembershipView, Restored};
 use weightsync_core::plan::Candidate;
 use weightsync_core::protocol::{
     Assignment, EngineAssignment, EpochId, HealthPolicy, KvCachePolicy, MemberName, PausePolicy, PodRef, Role, TransportPolicy,
@@ -73,30 +73,64 @@ pub(super) fn policy() -> UpdatePolicy {
         min_ready: 1,
         max_unavailable: 0,
         max_skew: None,
-        silence_ms: 1000,
-        update_timeout_ms: 10_000,
+        silence_ms: 1100,
+        update_timeout_ms: 9_000,
         retain_bytes: 0,
-        keep: 1,
+        keep: 5,
         bucket_bytes: 0,
         delivery: weightsync_core::protocol::Delivery::default(),
         digest: weightsync_core::protocol::Digest::Blake3,
         data_tls: false,
         transport: TransportPolicy::default(),
-        health: HealthPolicy { period_ms: 1000, timeout_ms: 500, failure_threshold: 3, success_threshold: 1 },
+        health: HealthPolicy { period_ms: 700, timeout_ms: 600, failure_threshold: 3, success_threshold: 2 },
         canary: None,
     }
 }
 
-/// Short times, so that tests wait for tenths of seconds.
+/// Short times, so that tests wait for tenths of seconds. They differ from each other: one cannot stand for another.
 pub(super) fn config() -> MembershipConfig {
+    let usual = MembershipConfig::new(OBJECT, 1, policy());
+    let backoff = BackoffConfig { base_ms: 950, ..usual.backoff };
     MembershipConfig {
         debounce_ms: 50,
-        prepare_deadline_ms: 1000,
-        commit_deadline_ms: 1000,
+        prepare_deadline_ms: 900,
+        commit_deadline_ms: 1200,
         agent_silence_ms: 400,
         adopt_window_ms: 1000,
-        ..MembershipConfig::new(OBJECT, 1, policy())
+        leave_grace_ms: 10_000,
+        resend_ms: 1050,
+        backoff,
+        ..usual
     }
+}
+
+#[test]
+fn no_two_settings_of_the_tests_are_equal() {
+    let MembershipConfig { policy: UpdatePolicy { silence_ms, update_timeout_ms, keep, min_ready, health, .. }, backoff, .. } = config();
+    let config = config();
+    let all = [
+        config.debounce_ms,
+        config.prepare_deadline_ms,
+        config.commit_deadline_ms,
+        config.agent_silence_ms,
+        config.adopt_window_ms,
+        config.persist_retry_ms,
+        config.leave_grace_ms,
+        config.feed_grace_ms,
+        config.resend_ms,
+        backoff.base_ms,
+        backoff.max_ms,
+        backoff.reset_ms,
+        silence_ms,
+        update_timeout_ms,
+        health.period_ms,
+        health.timeout_ms,
+        health.failure_threshold.into(),
+        health.success_threshold.into(),
+        keep.into(),
+        min_ready.into(),
+    ];
+    assert_eq!(std::collections::BTreeSet::from(all).len(), all.len(), "{all:?}");
 }
 
 pub(super) fn assignment(role: Role) -> Assignment {

@@ -1,6 +1,6 @@
 //! Names, sizes and versions of a world: slot 0 is the source, the others are rollouts.
 
-use weightsync_core::membership::MembershipConfig;
+use weightsync_core::membership::{BackoffConfig, MembershipConfig};
 use weightsync_core::protocol::*;
 
 pub(super) fn member(slot: usize) -> MemberName {
@@ -23,14 +23,14 @@ pub(super) fn held(version: Version) -> HeldVersion {
 /// The manifest that a lying member claims for its versions.
 pub(super) const INVENTED: &str = "invented";
 
-/// Rules with the usual times, and short updates.
+/// Rules with the usual times where they differ from each other, and short updates.
 pub(super) fn config(min_ready: u32) -> MembershipConfig {
     let policy = UpdatePolicy {
         pause: PausePolicy::Keep,
         kv_cache: KvCachePolicy::Reset,
         min_ready,
         silence_ms: super::agent::SILENCE,
-        update_timeout_ms: 10_000,
+        update_timeout_ms: 9_000,
         retain_bytes: 1,
         keep: 1,
         max_unavailable: 0,
@@ -40,8 +40,35 @@ pub(super) fn config(min_ready: u32) -> MembershipConfig {
         digest: weightsync_core::protocol::Digest::Blake3,
         data_tls: false,
         transport: TransportPolicy::default(),
-        health: HealthPolicy { period_ms: 1_000, timeout_ms: 1_000, failure_threshold: 3, success_threshold: 1 },
+        health: HealthPolicy { period_ms: 1_200, timeout_ms: 800, failure_threshold: 3, success_threshold: 2 },
         canary: None,
     };
-    MembershipConfig::new("ws", 1, policy)
+    let usual = MembershipConfig::new("ws", 1, policy);
+    let backoff = BackoffConfig { base_ms: 950, ..usual.backoff };
+    MembershipConfig { agent_silence_ms: 3_100, leave_grace_ms: 11_000, resend_ms: 1_050, backoff, ..usual }
+}
+
+#[test]
+fn no_two_times_of_the_model_are_equal() {
+    let MembershipConfig { policy: UpdatePolicy { silence_ms, update_timeout_ms, health, .. }, backoff, .. } = config(1);
+    let config = config(1);
+    let all = [
+        config.debounce_ms,
+        config.prepare_deadline_ms,
+        config.commit_deadline_ms,
+        config.agent_silence_ms,
+        config.adopt_window_ms,
+        config.persist_retry_ms,
+        config.leave_grace_ms,
+        config.feed_grace_ms,
+        config.resend_ms,
+        backoff.base_ms,
+        backoff.max_ms,
+        backoff.reset_ms,
+        silence_ms,
+        update_timeout_ms,
+        health.period_ms,
+        health.timeout_ms,
+    ];
+    assert_eq!(std::collections::BTreeSet::from(all).len(), all.len(), "{all:?}");
 }

@@ -1,6 +1,6 @@
 //! A membership without a network: tests give it observations one by one and read its decisions.
 
-use crate::membership::{Decision, MemberView, Membership, MembershipConfig, Observation, Restored};
+use crate::membership::{BackoffConfig, Decision, MemberView, Membership, MembershipConfig, Observation, Restored};
 use crate::plan::{Candidate, LeftOut, LeftOutCode};
 use crate::protocol::*;
 
@@ -9,10 +9,10 @@ pub(super) fn policy() -> UpdatePolicy {
         pause: PausePolicy::Keep,
         kv_cache: KvCachePolicy::Reset,
         min_ready: 1,
-        silence_ms: 5_000,
-        update_timeout_ms: 60_000,
+        silence_ms: 4_000,
+        update_timeout_ms: 61_000,
         retain_bytes: 1 << 30,
-        keep: 1,
+        keep: 5,
         max_unavailable: 0,
         max_skew: None,
         bucket_bytes: 0,
@@ -20,13 +20,47 @@ pub(super) fn policy() -> UpdatePolicy {
         digest: crate::protocol::Digest::Blake3,
         data_tls: false,
         transport: TransportPolicy::default(),
-        health: HealthPolicy { period_ms: 1_000, timeout_ms: 1_000, failure_threshold: 3, success_threshold: 1 },
+        health: HealthPolicy { period_ms: 1_500, timeout_ms: 800, failure_threshold: 3, success_threshold: 2 },
         canary: None,
     }
 }
 
+/// The usual times where they differ from each other: one cannot stand for another.
 pub(super) fn config() -> MembershipConfig {
-    MembershipConfig::new("ws", 1, policy())
+    let usual = MembershipConfig::new("ws", 1, policy());
+    let backoff = BackoffConfig { base_ms: 950, ..usual.backoff };
+    MembershipConfig { leave_grace_ms: 11_000, resend_ms: 1_050, backoff, ..usual }
+}
+
+#[test]
+fn no_two_settings_of_the_desk_are_equal() {
+    let MembershipConfig { policy, backoff, .. } = config();
+    let UpdatePolicy { health, .. } = policy;
+    let config = config();
+    let all = [
+        config.debounce_ms,
+        config.prepare_deadline_ms,
+        config.commit_deadline_ms,
+        config.agent_silence_ms,
+        config.adopt_window_ms,
+        config.persist_retry_ms,
+        config.leave_grace_ms,
+        config.feed_grace_ms,
+        config.resend_ms,
+        backoff.base_ms,
+        backoff.max_ms,
+        backoff.reset_ms,
+        policy.silence_ms,
+        policy.update_timeout_ms,
+        policy.retain_bytes,
+        policy.keep.into(),
+        policy.min_ready.into(),
+        health.period_ms,
+        health.timeout_ms,
+        health.failure_threshold.into(),
+        health.success_threshold.into(),
+    ];
+    assert_eq!(std::collections::BTreeSet::from(all).len(), all.len(), "{all:?}");
 }
 
 pub(super) fn held(version: Version) -> HeldVersion {
