@@ -321,7 +321,7 @@ os._exit(0)
 """
 
 
-def test_all_ranks_follow_rank_0(group: Group, tmp_path: Path) -> None:
+def test_all_ranks_follow_rank_0(group: Group, plane: Plane, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": f"{Path(__file__).parents[1]}:{Path(__file__).parent}", "OMP_NUM_THREADS": "1"}
     arguments = [str(tmp_path / "rendezvous"), group.socket, str(tmp_path)]
     processes = [
@@ -344,3 +344,10 @@ def test_all_ranks_follow_rank_0(group: Group, tmp_path: Path) -> None:
     assert one["fenced"]
     assert zero["next"]
     assert one["next"]
+    # The engines compute with version 1: to bring it once more changes nothing.
+    urls = [f"http://127.0.0.1:{port}" for port in group.ports]
+    served = [plane.served(url) for url in urls]
+    plane.bring(urls[0], 1)
+    assert served == [plane.served(urls[0])] * 2
+    plane.bring(urls[0], 2)
+    assert plane.served(urls[0]) not in served
