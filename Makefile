@@ -6,10 +6,13 @@ CLUSTER := tests/cluster
 UNIT_THREADS := 8
 HOST_THREADS := 6
 CLUSTER_THREADS := 3
+PYTHON_PROCESSES := 3
 # Settings of the test cluster (KUBECONFIG, PATH with kind, kubectl and helm), for the line that starts with it.
 CLUSTER_ENV := source $(CLUSTER)/env.sh;
 # The earlier commit that test-previous builds: empty for the newest release, or what tests/tools/previous-commit names.
 PREVIOUS ?=
+# Empty for four cases of reads over RDMA, or all.
+VERBS_CASES ?=
 # The processor that real engines compute for: empty for this machine's own, or avx2.
 CPU ?=
 SCRIPTS = $(shell git ls-files '*.sh')
@@ -151,9 +154,9 @@ gdr-test: programs ## Run the transport and groups with reads through NIXL, over
 		--test-threads=$(HOST_THREADS)
 
 .PHONY: verbs-test
-verbs-test: programs ## Run groups with reads through NIXL over RDMA, in an emulated guest with a software device (tests/verbs/run.sh here: with a real one)
+verbs-test: programs ## Run reads through NIXL over RDMA, in an emulated guest with a software device (VERBS_CASES=all: every case)
 	$(CLUSTER)/packages.sh
-	tests/verbs/run.sh
+	VERBS_CASES=$(VERBS_CASES) tests/verbs/run.sh
 
 .PHONY: gdr-image-test
 gdr-image-test: programs ## Build the image with NIXL from files alone, and open NIXL in it (as root)
@@ -189,7 +192,8 @@ python-test: venv programs ## Check and test the Python client, and the code blo
 	cd python; $$(../tests/tools/python.sh)/mypy weightsync build_wheel.py
 	cd tests/gpu; $$(../tools/python.sh)/mypy --config-file ../../mypy.ini engine_code.py engine_ranks.py
 	$$(tests/tools/python.sh)/mypy tests/chaos tests/engine tests/e2e tests/cluster/image.py tests/cluster/node deploy/sbom.py
-	$(CLUSTER_ENV) venv=$$($(CLUSTER)/vllm-venv.sh --print); cd python; PYTHONPATH=$$PWD "$$venv/bin/python" -m pytest -q tests
+	$(CLUSTER_ENV) venv=$$($(CLUSTER)/vllm-venv.sh --print); xdist=$$(tests/tools/xdist.sh); cd python; \
+	PYTHONPATH=$$PWD:$$xdist "$$venv/bin/python" -m pytest -q -p xdist -n $(PYTHON_PROCESSES) tests
 
 .PHONY: trainers-test
 trainers-test: venv programs ## Train with TRL, with two real vLLM servers of which one is killed, and run verl's manager, on a CPU

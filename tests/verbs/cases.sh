@@ -1,4 +1,5 @@
-# The tests themselves, for a POSIX shell: GPU, TRANSPORT and HOST name the test programs, WEIGHTSYNC_NIXL the library of NIXL.
+# The tests themselves, for a POSIX shell: GPU, TRANSPORT and HOST name the test programs, WEIGHTSYNC_NIXL the library of NIXL. With
+# VERBS_CASES=all, all of them; else one of a worker, two of the transport, and one of a group whose receiver dies.
 # shellcheck shell=sh
 set -eu
 export WEIGHTSYNC_STORIES_OVER=verbs RUST_BACKTRACE=1
@@ -8,6 +9,16 @@ export UCX_RC_RETRY_COUNT=3
 # shellcheck disable=SC3045
 ulimit -l unlimited
 # One after the other: an emulated machine is slow, and the tests count packets.
-"$GPU" --include-ignored fabric::verbs:: fabric::bytes_of --test-threads=1
-"$TRANSPORT" --include-ignored gdr::tests:: gdr::every_member --test-threads=1
-"$HOST" --include-ignored verbs:: --test-threads=1
+case ${VERBS_CASES:-} in
+all) worker='fabric::verbs:: fabric::bytes_of' transport='gdr::tests:: gdr::every_member' group=verbs:: ;;
+*)
+  worker=fabric::verbs::key_or_address transport='gdr::tests::bucket_with_another gdr::every_member_stores'
+  group=verbs::receiver_killed_while_it_reads
+  ;;
+esac
+# Several names each.
+# shellcheck disable=SC2086
+"$GPU" --include-ignored $worker --test-threads=1
+# shellcheck disable=SC2086
+"$TRANSPORT" --include-ignored $transport --test-threads=1
+"$HOST" --include-ignored "$group" --test-threads=1

@@ -2,6 +2,7 @@
 # Run the tests of reads through NIXL over verbs: RDMA queues, keys and registered memory, without allowTcp.
 #
 #   run.sh         in an emulated guest with a software RDMA device, without a network card and without /dev/kvm (2 minutes on two cores)
+#                  (four cases; VERBS_CASES=all runs every case)
 #   run.sh here    on this host, with its own RDMA device; UCX_NET_DEVICES=mlx5_0:1 picks one, UCX_IB_GID_INDEX its address
 #
 # `cargo build --workspace --bins --tests` goes before it. What the guest is made of is cached.
@@ -32,7 +33,7 @@ HOST=$(test_program host)
 export GPU TRANSPORT HOST
 
 if [ "${1:-}" = here ]; then
-  WEIGHTSYNC_NIXL=$NIXL exec sh "$verbs/cases.sh"
+  VERBS_CASES=${VERBS_CASES:-all} WEIGHTSYNC_NIXL=$NIXL exec sh "$verbs/cases.sh"
 fi
 
 guest=$WEIGHTSYNC_CACHE/verbs-guest-$(key ../verbs/guest.sh ../verbs/files.sh ../verbs/init ../tools/nixl.sh)
@@ -49,7 +50,7 @@ mkdir "$work/root/tests"
 cp "$verbs/cases.sh" "$work/root/tests/"
 # Smaller receive queues than UCX's: it clears and registers 60 MB of them for each region, which takes seconds here.
 cat >"$work/root/tests/run" <<EOF
-export WEIGHTSYNC_NIXL='$NIXL' GPU='$GPU' TRANSPORT='$TRANSPORT' HOST='$HOST'
+export VERBS_CASES='${VERBS_CASES:-}' WEIGHTSYNC_NIXL='$NIXL' GPU='$GPU' TRANSPORT='$TRANSPORT' HOST='$HOST'
 export UCX_NET_DEVICES=rxe0:1 UCX_IB_RX_QUEUE_LEN=256 UCX_IB_RX_BUFS_GROW=256 UCX_IB_TX_BUFS_GROW=256
 exec sh /tests/cases.sh
 EOF
