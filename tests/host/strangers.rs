@@ -4,14 +4,14 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use rustix::process::Pid;
 use serde_json::json;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpSocket;
 use tokio::task::JoinSet;
-use tokio::time::{sleep, timeout};
+use tokio::time::{Instant, sleep, sleep_until, timeout};
 
 use crate::model::Model;
 use crate::world::{Actor, World, installed};
@@ -75,13 +75,17 @@ async fn stay(number: usize, from: Ipv4Addr, to: SocketAddr) {
 
 /// The slowest answer of a probe's port, asked five times a second until it is dropped.
 async fn probe(world: &World, url: String, slowest: &std::cell::Cell<Duration>) {
+    let mut due = Instant::now();
     loop {
-        let begun = Instant::now();
         let client = reqwest::Client::builder().no_proxy().timeout(Duration::from_secs(10)).build().unwrap();
         let answer = client.get(&url).send().await.map(|answer| answer.status().as_u16());
-        assert_eq!(answer.ok(), Some(200), "{url} after {:?} in {}", begun.elapsed(), world.folder().display());
-        slowest.set(slowest.get().max(begun.elapsed()));
-        sleep(Duration::from_millis(200)).await;
+        // From when it was due: a task that waited for this machine in between is slow as well.
+        let took = due.elapsed();
+        // On a busy machine a peer may be cut before its first byte: that counts as slow, and is compared with the plain server in the end.
+        assert!(answer.as_ref().ok() == Some(&200) || took > PROBE, "{url} after {took:?} in {}: {answer:?}", world.folder().display());
+        slowest.set(slowest.get().max(took));
+        due = Instant::now() + Duration::from_millis(200);
+        sleep_until(due).await;
     }
 }
 
