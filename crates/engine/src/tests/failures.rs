@@ -236,7 +236,7 @@ async fn a_version_that_cannot_be_written_leaves_the_mark() {
 async fn failed_resume_leaves_a_whole_engine_to_resume_later() {
     for calls in [VLLM, SGLANG] {
         let bench = Bench::start(calls.kind).await;
-        let error = install_with(&bench, rule(calls.resume, Fault::unavailable()), Duration::from_secs(1)).await;
+        let error = install_with(&bench, rule(calls.resume, Fault::unavailable()), SOON / 2).await;
         assert_eq!((error.step, error.is_dirty()), ("resume", false), "{error}");
         bench.set_faults(Faults::default()).await;
         assert!(matches!(bench.engine.holding(SOON).await.unwrap(), Holding::Version(_)));
