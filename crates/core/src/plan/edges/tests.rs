@@ -176,3 +176,27 @@ fn edge_of_an_earlier_agent_judges_no_member() {
     assert_eq!(order(&arrangement), ["a", "b", "c"]);
     assert_eq!(arrangement.poor, []);
 }
+
+#[test]
+fn edge_is_slow_below_a_fourth_of_the_usual_rate() {
+    for (rate, slow) in [(USUAL / 4, &[][..]), (USUAL / 4 - 1, &["c"])] {
+        let mut network = Network::new();
+        network.receives.insert("c", rate);
+        let (arrangement, _) = network.arrange(&["a", "b", "c", "d", "e"]);
+        assert_eq!(poor(&arrangement), slow, "{rate}");
+    }
+}
+
+#[test]
+fn rates_are_shown_in_the_largest_unit_that_they_reach() {
+    for (rate, text) in [
+        (999, "0 kB/s"),
+        (999_999, "999 kB/s"),
+        (1_000_000, "1.0 MB/s"),
+        (999_999_999, "999.9 MB/s"),
+        (1_000_000_000, "1.00 GB/s"),
+        (12_340_000_000, "12.34 GB/s"),
+    ] {
+        assert_eq!(show_rate(rate), text);
+    }
+}
