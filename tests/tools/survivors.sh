@@ -14,7 +14,7 @@ source "$here/../tools/dependencies.sh"
 cd "$here/../.."
 
 VERSION=27.1.0
-SHARDS=8
+SHARDS=16
 # A broken loop shows by its time: tests of one crate take seconds.
 DEADLINE_S=${WEIGHTSYNC_SURVIVORS_DEADLINE_S:-180}
 listed=tests/tools/survivors.txt
