@@ -193,7 +193,7 @@ python-test: venv programs ## Check and test the Python client, and the code blo
 	cd tests/gpu; $$(../tools/python.sh)/mypy --config-file ../../mypy.ini engine_code.py engine_ranks.py
 	$$(tests/tools/python.sh)/mypy tests/chaos tests/engine tests/e2e tests/cluster/image.py tests/cluster/node deploy/sbom.py
 	$(CLUSTER_ENV) venv=$$($(CLUSTER)/vllm-venv.sh --print); xdist=$$(tests/tools/xdist.sh); cd python; \
-	PYTHONPATH=$$PWD:$$xdist "$$venv/bin/python" -m pytest -q -p xdist -n $(PYTHON_PROCESSES) tests
+	PYTHONPATH=$$PWD:$$xdist "$$venv/bin/python" -m pytest -q -n $(PYTHON_PROCESSES) tests
 
 .PHONY: trainers-test
 trainers-test: venv programs ## Train with TRL, with two real vLLM servers of which one is killed, and run verl's manager, on a CPU
@@ -230,7 +230,7 @@ engine-test: venv programs ## Run the adapter against the real vLLM, and the sto
 	export WEIGHTSYNC_TEST_CPU=$(CPU); \
 	export WEIGHTSYNC_ENGINE_CODE=$$(tests/tools/engine-code.sh); \
 	WEIGHTSYNC_VENV=$$($(CLUSTER)/vllm-venv.sh --print) && export WEIGHTSYNC_VENV && \
-	cargo test --locked --workspace --test engine -- --test-threads=1 --include-ignored --skip fastdeploy::upstream && \
+	cargo test --locked --workspace --test engine -- --test-threads=2 --include-ignored --skip fastdeploy::upstream && \
 	cargo test --locked --workspace --lib -- --ignored by_torch::
 
 .PHONY: upstream-fastdeploy
