@@ -91,7 +91,14 @@ try_mutant() {
 work_through() {
     local number=$1 at
     shift
-    local every=()
+    local names=("$@")
+    cd "$work/$number"
+    for ((at = number; at < ${#names[@]}; at += jobs)); do
+        try_mutant "${names[at]}"
+    done
+}
+
+every=()
 for patch in "$patches"/*.patch; do
     every+=("$(basename "$patch" .patch)")
 done

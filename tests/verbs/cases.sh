@@ -10,15 +10,15 @@ export UCX_RC_RETRY_COUNT=3
 ulimit -l unlimited
 # One after the other: an emulated machine is slow, and the tests count packets.
 case ${VERBS_CASES:-} in
-all) worker='fabric::verbs:: fabric::bytes_of' transport='gdr::tests:: gdr::every_member' group=verbs:: ;;
+all) of_worker='fabric::verbs:: fabric::bytes_of' of_transport='gdr::tests:: gdr::every_member' of_group=verbs:: ;;
 *)
-  worker=fabric::verbs::key_or_address transport='gdr::tests::bucket_with_another gdr::every_member_stores'
-  group=verbs::receiver_killed_while_it_reads
+  of_worker=fabric::verbs::key_or_address of_transport='gdr::tests::bucket_with_another gdr::every_member_stores'
+  of_group=verbs::receiver_killed_while_it_reads
   ;;
 esac
 # Several names each.
 # shellcheck disable=SC2086
-"$GPU" --include-ignored $worker --test-threads=1
+"$GPU" --include-ignored $of_worker --test-threads=1
 # shellcheck disable=SC2086
-"$TRANSPORT" --include-ignored $transport --test-threads=1
-"$HOST" --include-ignored "$group" --test-threads=1
+"$TRANSPORT" --include-ignored $of_transport --test-threads=1
+"$HOST" --include-ignored "$of_group" --test-threads=1
