@@ -280,7 +280,7 @@ def trl() -> dict[str, Any]:
     with server() as url, without_communicator():
         accelerator = accelerate.Accelerator(cpu=True)
         generation = VLLMGeneration(model, accelerator, None, mode="server", server_base_url=url, server_timeout=LIMIT)
-    trainer = SimpleNamespace(vllm_generation=generation, state=SimpleNamespace(global_step=7))
+    trainer = SimpleNamespace(model=model, vllm_generation=generation, state=SimpleNamespace(global_step=7))
     served = WeightSyncCallback(publisher(), strict=True)
     served.serve(trainer)
     generation.sync_weights()
