@@ -11,7 +11,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/../cluster/lib.sh"
 cd "$here/../.."
 
 record=bench-records/test-all.md
-LIMIT=${PART_LIMIT:-75m}
+LIMIT=${PART_LIMIT:-60m}
 
 # What each part runs.
 declare -A parts=(
@@ -20,7 +20,7 @@ declare -A parts=(
   [gdr]='make gdr-test GDR_STORIES=stories::'
   [verbs]='make verbs-test VERBS_CASES=all'
   [mutants]='make mutants'
-  [fuzz]='make fuzz'
+  [fuzz]='make fuzz CASES=8000'
   [avx2]='make engine-test CPU=avx2'
   [e2e-dist]='make e2e-dist'
   [wheels]="make upstream FRAMEWORKS='trl verl vllm skyrl areal openrlhf'"
