@@ -67,7 +67,9 @@ async fn second_local_of_a_name_ends_and_says_what_to_do() {
 /// A group in a terminal of its own: what the terminal shows comes on standard output, and it closes with this process.
 fn in_terminal(folder: &Path) -> Child {
     let mut command = Command::new("python3");
-    command.args(["-c", "import pty, sys; pty.spawn(sys.argv[1:])", PROGRAM, "local", "--output", "json"]);
+    // The tests may run under nohup, which a program inherits.
+    let code = "import pty, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); pty.spawn(sys.argv[1:])";
+    command.args(["-c", code, PROGRAM, "local", "--output", "json"]);
     command.args(files::arguments(folder)).stdin(Stdio::piped()).stdout(Stdio::piped()).kill_on_drop(true).spawn().unwrap()
 }
 
