@@ -34,7 +34,7 @@ fn group_is_written_prepared_then_committed_source_last() {
 #[test]
 fn prepare_and_commit_each_tell_members_their_own_deadline() {
     let desk = Desk::formed(2);
-    let told: Vec<(&str, u64)> = desk
+    let given: Vec<(&str, u64)> = desk
         .decisions
         .iter()
         .filter_map(|decision| match decision {
@@ -45,7 +45,7 @@ fn prepare_and_commit_each_tell_members_their_own_deadline() {
         .collect();
     let (prepare, commit) = (config().prepare_deadline_ms, config().commit_deadline_ms);
     assert_ne!(prepare, commit);
-    assert_eq!(told, [[("prepare", prepare); 3], [("commit", commit); 3]].concat());
+    assert_eq!(given, [[("prepare", prepare); 3], [("commit", commit); 3]].concat());
 }
 
 #[test]
