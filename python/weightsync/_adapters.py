@@ -94,24 +94,31 @@ def _published(name: str) -> str:
 
 
 def _tensors(parts: list[_Part]) -> Iterator[tuple[str, Any]]:
+    # The layer of the tensor before: a layer is merged once for all of its parameters, weight and bias.
+    last: tuple[Any, Any] = (None, None)
     for part in parts:
-        if len(part.layers) > 1:
-            _LOG.debug("%s is tied: it gets the adapters of %d layers, as in PEFT's own merge", part.published, len(part.layers))
         value = part.parameter.detach()
-        for inner, layer in part.layers:
-            value = _merge(layer, inner, value)
+        if len(part.layers) == 1:
+            ((inner, layer),) = part.layers
+            if last[0] is not layer:
+                last = (layer, _merge(layer, inner, value))
+            value = last[1].get_parameter(inner).detach()
+        elif part.layers:
+            _LOG.debug("%s is tied: it gets the adapters of %d layers, as in PEFT's own merge", part.published, len(part.layers))
+            for inner, layer in part.layers:
+                value = _merge(layer, inner, value).get_parameter(inner).detach()
         yield part.published, value.to(part.parameter.dtype)
 
 
 def _merge(layer: Any, inner: str, value: Any) -> Any:
-    """What PEFT's merge of the layer makes of its parameter `inner`, if that were `value`: a float32 tensor of its own."""
+    """A float32 copy of the layer after PEFT's merge, which found `value` in its parameter `inner`."""
     import torch
 
     with torch.no_grad():
         apart = _apart(layer, inner, value)
         if not apart.merged:
             apart.merge()
-        return apart.get_parameter(inner).detach()
+        return apart
 
 
 def _apart(module: Any, inner: str, value: Any) -> Any:

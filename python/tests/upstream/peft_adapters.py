@@ -35,6 +35,7 @@ def base(tied: bool) -> Any:
         num_attention_heads=2,
         num_key_value_heads=1,
         tie_word_embeddings=tied,
+        attention_bias=True,
     )
     return transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
 
