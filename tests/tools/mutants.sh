@@ -29,16 +29,6 @@ hash_of_inputs() {
     find "${inputs[@]}" -type f ! -path "$checked" ! -path 'crates/core/src/*/tests*' | LC_ALL=C sort | xargs sha256sum | sha256sum | cut -c1-16
 }
 
-# The same workspace, so that packages have the features for which this tree compiled them. No source file is older than this copy: cargo
-# builds it again whatever the last run left.
-make_copy() {
-    local copy=$1
-    mkdir -p "$copy"
-    find "$copy" -mindepth 1 -maxdepth 1 ! -name target -exec rm -rf {} +
-    git ls-files -z -- Cargo.toml Cargo.lock src crates benches examples tests '*.rs' | xargs -0 cp --parents --target-directory="$copy"
-    [ -d "$copy/target" ] || share_dependencies target/debug "$copy/target/debug"
-}
-
 # A copy is no part of the repository: git must apply a patch to it as to any folder.
 apply_patch() { GIT_CEILING_DIRECTORIES=$work git apply "$@"; }
 
@@ -118,7 +108,8 @@ done
 ((jobs <= ${#names[@]})) || jobs=${#names[@]}
 
 for ((number = 0; number < jobs; number++)); do
-    make_copy "$work/$number"
+    copy_workspace "$work/$number"
+    [ -d "$work/$number/target" ] || share_dependencies target/debug "$work/$number/target/debug"
 done
 
 results=$work/results

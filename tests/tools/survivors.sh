@@ -50,11 +50,8 @@ install() { CARGO_PROFILE_DEV_DEBUG=0 cargo install --locked --debug --version "
 once "$WEIGHTSYNC_CACHE/cargo-mutants-$VERSION" install
 tool=$WEIGHTSYNC_CACHE/cargo-mutants-$VERSION/bin/cargo-mutants
 
-# The same workspace as this one. No source file is older than this copy: cargo builds it again whatever the last run left.
 tree=$work/tree
-mkdir -p "$tree"
-find "$tree" -mindepth 1 -maxdepth 1 ! -name target -exec rm -rf {} +
-git ls-files -z -- Cargo.toml Cargo.lock src crates benches examples tests '*.rs' | xargs -0 cp --parents --target-directory="$tree"
+copy_workspace "$tree"
 # Each change compiles the crate and runs its unit tests once: to optimise it takes longer than they do.
 sed -i '/^weightsync-core\.opt-level/d' "$tree/Cargo.toml"
 [ -d "$tree/target" ] || share_dependencies target/debug "$tree/target/debug" -l
