@@ -53,7 +53,7 @@ pub use crate::plan::LeftOut;
 use crate::protocol::{HeldVersion, MemberName, Reason, Version};
 use agents::Agents;
 use backoff::{Backoff, Failure, Weight};
-use group::{Forming, Group};
+use group::{Forming, Group, Urgent};
 use proven::Proven;
 use updates::Updates;
 
@@ -103,7 +103,7 @@ pub struct Membership {
     group: Option<Group>,
     forming: Option<Forming>,
     /// Why the next group is due at once.
-    urgent: Option<Reason>,
+    urgent: Option<Urgent>,
     /// Since when a first group would be useful.
     viable_since: Option<u64>,
     /// Since when members that are not in the group could be, and which version was current then.

@@ -13,7 +13,7 @@ use crate::protocol::{
 use super::assess::Assessment;
 use super::backoff::Weight;
 use super::group::Eligible;
-use super::group::{Failure, Forming, Group, Persisting, Phase, Round, unreachable};
+use super::group::{Failure, Forming, Group, Persisting, Phase, Round, Urgent, unreachable};
 use super::transport::choose;
 use super::{Decision, Membership};
 
@@ -120,12 +120,15 @@ impl Membership {
         EpochId { weightsync: self.config.weightsync.clone(), created: self.config.created, term: self.term, epoch }
     }
 
-    /// Why a new epoch is formed, as text: the first few lost members, or another cause.
+    /// Why a new epoch is formed, as text: the first few members that were lost by the group or by the round before, or another cause.
     fn because(&self, why: Reason) -> String {
         let lost = self.group.iter().flat_map(|group| &group.lost);
-        let lost: Vec<_> = lost.take(NAMED).map(|(name, (reason, message))| format!("{name}: {reason}: {message}")).collect();
+        let lost: Vec<_> = lost.take(NAMED).map(cause).collect();
         if !lost.is_empty() {
             return lost.join("; ");
+        }
+        if let Some(Urgent { causes, .. }) = self.urgent.as_ref().filter(|urgent| urgent.why == why && !urgent.causes.is_empty()) {
+            return causes.join("; ");
         }
         let lives = self.group.iter().flat_map(|group| &group.lives).filter(|(_, life)| why == Reason::Updating && self.life_lacks(life));
         let lacking: Vec<_> = lives.take(NAMED).map(|(name, _)| name.to_string()).collect();
@@ -194,7 +197,7 @@ impl Membership {
         let life = round.life(name).cloned();
         let (reason, message) = self.why_lost(name, life.as_ref(), assessment);
         self.count_loss(name, reason, &message);
-        self.abandon(&round, assessment, reason);
+        self.abandon(&round, assessment, &BTreeMap::from([(name.clone(), (reason, message))]));
     }
 
     /// Leaves out the failed members, and starts a new epoch.
@@ -225,21 +228,22 @@ impl Membership {
                 blamed.insert(name.clone(), (failure.reason, failure.message.clone()));
             }
         }
-        let first = blamed.values().next().map_or(Reason::FormationFailed, |(reason, _)| *reason);
         for (name, (reason, message)) in &blamed {
             self.strike(name, Weight::Failure, *reason, message);
         }
         let assessment = self.assess();
-        self.abandon(&round, &assessment, first);
+        self.abandon(&round, &assessment, &blamed);
     }
 
-    /// Ends a round; the next epoch follows at once, with the remaining members.
-    fn abandon(&mut self, round: &Round, assessment: &Assessment, why: Reason) {
+    /// Ends a round because of these members; the next epoch follows at once, with the remaining ones, and its reason names these.
+    fn abandon(&mut self, round: &Round, assessment: &Assessment, failed: &BTreeMap<MemberName, (Reason, String)>) {
+        let why = failed.values().next().map_or(Reason::FormationFailed, |(reason, _)| *reason);
         self.over = self.over.max(round.id.epoch);
         let left = round.members.iter().filter(|member| assessment.life(&member.candidate.name) != Some(&member.life));
         let left: Vec<Incarnation> = left.map(|member| member.life.clone()).collect();
         self.tell_over(&left, &round.id, &format!("epoch {} was given up: {why}", round.id.epoch));
-        self.urgent = Some(why);
+        let causes = failed.iter().take(NAMED).map(cause).collect();
+        self.urgent = Some(Urgent { why, causes });
     }
 
     /// All members of a wave responded: start the next wave, or complete the group.
@@ -366,4 +370,9 @@ impl Membership {
 fn give_ranks(members: &[Eligible]) -> Roster {
     let candidates: Vec<_> = members.iter().map(|member| (*member.candidate).clone()).collect();
     roster(&candidates)
+}
+
+/// A lost member in the reason of an epoch.
+fn cause((name, (reason, message)): (&MemberName, &(Reason, String))) -> String {
+    format!("{name}: {reason}: {message}")
 }

@@ -89,6 +89,14 @@ pub(super) enum Forming {
     Round(Box<Round>),
 }
 
+/// Why the next group is due at once: a round was given up.
+#[derive(Debug, Clone)]
+pub(super) struct Urgent {
+    pub why: Reason,
+    /// The members because of which it was given up, as text; the first few.
+    pub causes: Vec<String>,
+}
+
 /// An epoch that is being persisted.
 #[derive(Debug, Clone)]
 pub(super) struct Persisting {

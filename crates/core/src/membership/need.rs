@@ -231,8 +231,8 @@ impl Membership {
             return None;
         }
         let since = *self.viable_since.get_or_insert(self.now);
-        if let Some(why) = self.urgent {
-            return Some(why);
+        if let Some(urgent) = &self.urgent {
+            return Some(urgent.why);
         }
         let adopting_until = self.adopting_until();
         // Announced, and silent or lost before its first state: a controller with thousands of reconnecting agents has not connected to it

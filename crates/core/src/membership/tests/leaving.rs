@@ -29,6 +29,19 @@ fn a_lost_agent_is_left_out_in_the_same_step_and_named() {
     assert_eq!((view.epoch, view.committed, view.world_size), (2, true, 2));
 }
 
+/// Two failures shortly after each other end a round: the group that is formed at last would otherwise name none of the lost members.
+#[test]
+fn member_lost_in_a_round_is_named_in_reason_of_next_epoch() {
+    let mut desk = Desk::formed(3);
+    desk.lose(3);
+    desk.see(Observation::EpochPersisted { epoch: 2 });
+    desk.lose(2);
+    let decisions = desk.see(Observation::EpochPersisted { epoch: 3 });
+    assert_eq!(reported_why(&decisions), ["actors/r2: AgentLost: connection closed"; 2]);
+    desk.obey(decisions);
+    assert!(desk.event(Reason::GroupFormed).unwrap().1.ends_with("(actors/r2: AgentLost: connection closed)"));
+}
+
 #[test]
 fn members_learn_why_a_new_epoch_is_formed() {
     assert_eq!(reported_why(&Desk::formed(1).decisions), ["GroupForming", "GroupForming"]);
