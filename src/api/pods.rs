@@ -35,7 +35,7 @@ pub fn pod_facts(pod: &Pod, unready: Option<String>) -> PodFacts {
         uid: metadata.uid.clone().unwrap_or_default(),
         node: pod.spec.as_ref().and_then(|spec| spec.node_name.clone()),
         missing_container: missing_container(pod),
-        registered: Vec::new(),
+        registered: None,
         stuck: stuck(pod),
         phase,
         terminating: metadata.deletion_timestamp.is_some(),

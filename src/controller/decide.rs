@@ -103,16 +103,11 @@ pub(super) fn decide(object: &WeightSync, others: &[&WeightSync], pods: &[&Pod],
     }
 }
 
-/// Ports of the engines that registered with the agent of a pod. An agent reports them within seconds of a start of this controller; until
-/// then they are those of the status, because a group must not dissolve when the controller restarts.
-fn engines_of(object: &WeightSync, pod: &Pod, registered: &Registered) -> Vec<u16> {
-    let Some(pool) = pool_of(object, pod.labels()).filter(|pool| pool.engine.discovery == Discovery::Registered) else { return Vec::new() };
-    if let Some(ports) = pod.uid().and_then(|uid| registered.get(&uid)) {
-        return ports.clone();
-    }
-    let prefix = format!("{}/{}:", pool.name, pod.name_any());
-    let members = object.status.iter().flat_map(|status| &status.members);
-    members.filter_map(|member| member.name.strip_prefix(&prefix)?.parse().ok()).collect()
+/// Ports of the engines that registered with the agent of a pod. None until the agent reported to this controller, which it does within
+/// seconds: the group of an earlier controller must not be ended because its engines are not known yet.
+fn engines_of(object: &WeightSync, pod: &Pod, registered: &Registered) -> Option<Vec<u16>> {
+    pool_of(object, pod.labels()).filter(|pool| pool.engine.discovery == Discovery::Registered)?;
+    registered.get(&pod.uid()?).cloned()
 }
 
 fn config(object: &WeightSync, replicas: u32) -> MembershipConfig {
@@ -194,7 +189,7 @@ fn claims(object: &WeightSync, pods: &[PodFacts]) -> HashMap<String, Assignment>
             wanted(Role::Source, Vec::new())
         } else if let Some(pool) = pool_of(object, &pod.labels) {
             let head = pool.replica.pods == 1 || pool.replica.head().matches(&pod.labels);
-            let engines = if head { WeightSyncSpec::engines(pool, &pod.registered) } else { Vec::new() };
+            let engines = if head { WeightSyncSpec::engines(pool, pod.registered.as_deref().unwrap_or_default()) } else { Vec::new() };
             Assignment { registered: pool.engine.discovery == Discovery::Registered, ..wanted(Role::Rollout, engines) }
         } else {
             continue;

@@ -9,6 +9,7 @@ mod fixtures;
 mod many;
 mod operate;
 mod pods;
+mod registered;
 mod reports;
 mod takeover;
 mod tokens;

@@ -1,9 +1,12 @@
 //! An agent's process from its start to its end, with a real enrolment server and coordinator: when its pod may serve, and what is left.
 
+mod idle;
 mod registered;
+mod watched;
 
 use std::collections::HashMap;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,7 +20,7 @@ use weightsync_agent::client::{ClientServerConfig, SocketName};
 use weightsync_agent::enrollment::{Applicant, TokenSource};
 use weightsync_agent::fabric::FabricSettings;
 use weightsync_agent::gpu::{GpuChoice, GpuSettings};
-use weightsync_agent::process::{AgentError, Settings, run};
+use weightsync_agent::process::{AgentError, EngineFactory, Settings, run};
 use weightsync_agent::rollout::Places;
 use weightsync_agent::space::Cgroups;
 use weightsync_coordinator::{
@@ -27,59 +30,13 @@ use weightsync_coordinator::{
 use weightsync_core::membership::{LeftOut, MembershipConfig, Restored};
 use weightsync_core::plan::Candidate;
 use weightsync_core::protocol::*;
-use weightsync_core::weights::TensorSpec;
-use weightsync_engine::{
-    Engine, EngineError, EngineStart, Fit, Health, Holding, InstallError, InstallJob, InstallReport, Settled, Settling,
-};
 use weightsync_net::https::{Access, AgentClient, Limits, serve_https};
 use weightsync_net::identity::{Ca, PeerIdentity};
 
+pub(super) use self::idle::Idle;
+
 const HOUR: Duration = Duration::from_secs(3600);
 const SOON: Duration = Duration::from_secs(20);
-
-/// An engine that runs and is never updated here.
-struct Idle;
-
-#[async_trait]
-impl Engine for Idle {
-    fn kind(&self) -> &'static str {
-        "idle"
-    }
-    async fn probe(&self, _deadline: Duration) -> Result<EngineFacts, EngineError> {
-        Ok(EngineFacts {
-            kind: "idle".into(),
-            server_version: "1".into(),
-            size: 1,
-            url: "http://engine".into(),
-            delivery: "none".into(),
-            answer_version: "none".into(),
-            unchecked: None,
-            model_bytes: None,
-            groups: None,
-        })
-    }
-    fn accepts(&self, _pause: PausePolicy, _kv_cache: KvCachePolicy) -> Result<(), EngineError> {
-        Ok(())
-    }
-    fn fits(&self, _tensors: &[TensorSpec]) -> Result<Fit, EngineError> {
-        Ok(Fit::Whole)
-    }
-    async fn health(&self, _deadline: Duration) -> Result<Health, EngineError> {
-        Ok(Health { start: EngineStart("1".into()), holding: Some(Holding::Startup) })
-    }
-    async fn install(&self, _job: &InstallJob) -> Result<InstallReport, InstallError> {
-        Err(InstallError::before_start(EngineError::Cancelled))
-    }
-    async fn settle(&self, _how: &Settling, _deadline: Duration) -> Result<Settled, InstallError> {
-        Ok(Settled { start: EngineStart("1".into()), holding: Holding::Startup, resumed: false })
-    }
-    async fn put_back(&self, _deadline: Duration) -> Result<(), EngineError> {
-        Ok(())
-    }
-    async fn holding(&self, _deadline: Duration) -> Result<Holding, EngineError> {
-        Ok(Holding::Startup)
-    }
-}
 
 struct Anybody;
 
@@ -217,6 +174,21 @@ impl Agent {
     }
 
     fn start_with(operator: &Operator, pod: &str, folder: &Path, control_port: u16, serve_unclaimed_after: Option<Duration>) -> Self {
+        let idle: EngineFactory = Arc::new(|_, _| Ok(Arc::new(Idle)));
+        Self::start_as(operator, pod, folder, |settings| Settings {
+            control_port,
+            serve_unclaimed_after,
+            engines: idle.clone(),
+            ..settings
+        })
+    }
+
+    /// With these engines.
+    fn start_over(operator: &Operator, pod: &str, folder: &Path, engines: EngineFactory) -> Self {
+        Self::start_as(operator, pod, folder, |settings| Settings { engines: engines.clone(), ..settings })
+    }
+
+    fn start_as(operator: &Operator, pod: &str, folder: &Path, change: impl Fn(Settings) -> Settings) -> Self {
         let token = folder.join(format!("{pod}.token"));
         std::fs::write(&token, pod).unwrap();
         let status = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
@@ -231,7 +203,7 @@ impl Agent {
                 token: TokenSource::File(token),
             },
             ip: IpAddr::V4(Ipv4Addr::LOCALHOST),
-            control_port,
+            control_port: 0,
             data_port: 0,
             status,
             probes: (Ipv4Addr::LOCALHOST, 0).into(),
@@ -241,13 +213,13 @@ impl Agent {
             socket: ClientServerConfig::at(SocketName::of_pod(&pod_uid).unwrap()),
             engines: Arc::new(|_, _| Ok(Arc::new(Idle))),
             cgroups: Cgroups::of_this_process(),
-            serve_unclaimed_after,
+            serve_unclaimed_after: None,
             command: None,
             fabric: FabricSettings::default(),
             gpus: GpuSettings { choice: GpuChoice::None, ..GpuSettings::default() },
         };
         let cancel = CancellationToken::new();
-        let task = tokio::spawn(run(settings, cancel.clone()));
+        let task = tokio::spawn(run(change(settings), cancel.clone()));
         Self { pages: format!("http://{status}"), versions, cancel, task }
     }
 
@@ -272,6 +244,24 @@ impl Agent {
             }
         });
         assert!(asked.await.is_ok(), "never {status} {text:?}, last {last:?}");
+    }
+
+    /// The directory of the endpoint of the engine at `port`, with its number in the file system: another one is of another endpoint.
+    fn directory_of(&self, port: u16) -> Option<(String, u64)> {
+        let entries = std::fs::read_dir(&self.versions).unwrap().flatten();
+        let mut of_port =
+            entries.filter(|entry| entry.path().is_dir() && entry.file_name().to_string_lossy().ends_with(&format!("-{port}")));
+        of_port.next().map(|entry| (entry.file_name().to_string_lossy().into_owned(), entry.metadata().unwrap().ino()))
+    }
+
+    /// Holds the directory of an engine as an endpoint does, until the file is dropped.
+    fn hold_directory_of(&self, port: u16) -> std::fs::File {
+        let entries = std::fs::read_dir(&self.versions).unwrap().flatten().filter(|entry| entry.path().is_dir());
+        let names: Vec<String> = entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
+        let (name, _) = names.first().unwrap().rsplit_once('-').unwrap();
+        let file = std::fs::File::create(self.versions.join(format!("{name}-{port}.lock"))).unwrap();
+        rustix::fs::flock(&file, rustix::fs::FlockOperation::LockExclusive).unwrap();
+        file
     }
 
     async fn end(self) {

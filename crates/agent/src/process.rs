@@ -5,6 +5,7 @@
 //! its pod any more it releases its engines and waits to be claimed again. It never ends because the controller is away.
 
 mod endpoint;
+mod engines;
 mod labels;
 mod numbers;
 mod pages;
@@ -22,8 +23,9 @@ use tokio::task::JoinSet;
 use tokio::time::sleep_until;
 use tokio_util::sync::CancellationToken;
 
-pub(crate) use self::endpoint::EngineFactory;
-use self::endpoint::{Running, Session};
+pub use self::endpoint::EngineFactory;
+use self::endpoint::Session;
+use self::engines::{Order, Resting, Running};
 pub use self::numbers::DEFINITIONS as METRICS;
 use self::pages::Pages;
 use super::client::{ClientServer, ClientServerConfig, PublishQueue, SocketError};
@@ -93,9 +95,6 @@ pub enum AgentError {
     Socket(#[from] SocketError),
 }
 
-/// How long an engine that is being switched holds up the end of its agent.
-const SWITCHING: Duration = Duration::from_secs(20);
-
 /// How long the end of the command below an agent takes to reach those who listen, before their connections close. A machine whose cores are
 /// all busy takes some hundred milliseconds over it; what comes too late is reported as a lost agent, which hides the exit status.
 const REPORTED: Duration = Duration::from_millis(500);
@@ -104,7 +103,7 @@ const REPORTED: Duration = Duration::from_millis(500);
 pub async fn run(settings: Settings, cancel: CancellationToken) -> Result<(), AgentError> {
     let stop = cancel.clone().drop_guard();
     let roster = watch::Sender::new(RosterView { epoch: None, version: None, replicas: Vec::new() });
-    let pages = Pages::new(settings.role, roster.subscribe(), settings.serve_unclaimed_after);
+    let pages = Arc::new(Pages::new(settings.role, roster.subscribe(), settings.serve_unclaimed_after));
     let listener = listen(settings.status, "status pages").await?;
     let probes = listen(settings.probes, "probes").await?;
     let mut background = JoinSet::new();
@@ -121,7 +120,7 @@ pub async fn run(settings: Settings, cancel: CancellationToken) -> Result<(), Ag
     }
     let identity = Identity::new(&settings.ca_pem)?;
     let client = ControllerClient::new(identity.clone(), settings.controller.clone());
-    let session = Session { settings, identity, client, queue, external, roster, source_gpu };
+    let session = Arc::new(Session { settings, identity, client, queue, external, roster, source_gpu });
     let outcome = sessions(&session, &pages, &cancel).await;
     drop(stop);
     while background.join_next().await.is_some() {}
@@ -136,30 +135,48 @@ async fn listen(address: SocketAddr, what: &str) -> Result<TcpListener, AgentErr
     Ok(listener)
 }
 
-/// From one claim to the next, until `cancel`.
-async fn sessions(session: &Session, pages: &Pages, cancel: &CancellationToken) -> Result<(), AgentError> {
+/// From one claim to the next, until `cancel`. Between two claims engines are watched: a pod stays ready only as long as they answer.
+async fn sessions(session: &Arc<Session>, pages: &Arc<Pages>, cancel: &CancellationToken) -> Result<(), AgentError> {
     let mut backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(30));
+    let mut resting = Resting::default();
     loop {
-        let enrolled = match enroll(&session.client, &session.identity, &session.settings.applicant, cancel).await {
+        let enrolled = tokio::select! {
+            enrolled = enroll(&session.client, &session.identity, &session.settings.applicant, cancel) => enrolled,
+            () = resting.follow(pages) => continue,
+        };
+        let enrolled = match enrolled {
             Ok(enrolled) => enrolled,
-            Err(EnrollmentError::Cancelled) => return Ok(()),
+            Err(EnrollmentError::Cancelled) => break,
             Err(error @ EnrollmentError::Token { .. }) => {
                 tracing::warn!(%error, "not enrolled yet");
                 if again(backoff.failed(), cancel).await {
                     continue;
                 }
-                return Ok(());
+                break;
             }
-            Err(error) => return Err(error.into()),
+            Err(error) => {
+                resting.end().await;
+                return Err(error.into());
+            }
         };
         // Directories of the claim before must be gone before their names are taken again.
         pages.forget_endpoints();
+        std::mem::take(&mut resting).end().await;
         let over = cancel.child_token();
-        let mut running = session.start(&enrolled, pages, &over).await;
-        let ended = match &mut running {
-            Ok(running) => {
+        let ended = match Running::start(session, &enrolled.assignment, pages, &over).await {
+            Ok(mut running) => {
                 backoff.succeeded();
-                attend(session, enrolled, running, pages, cancel).await
+                let ended = attend(session, enrolled, &mut running, pages, cancel).await;
+                let order = match &ended {
+                    Ended::Cancelled => Order::End,
+                    Ended::Differs => Order::Rest,
+                    Ended::Unclaimed(message) => {
+                        tracing::warn!(message, "no object claims this pod: engines are released");
+                        Order::Unclaimed(message.clone())
+                    }
+                };
+                resting = running.end(order).await;
+                ended
             }
             Err(error) => {
                 tracing::error!(%error, "this agent cannot do what its object wants");
@@ -167,19 +184,17 @@ async fn sessions(session: &Session, pages: &Pages, cancel: &CancellationToken) 
                 Ended::Differs
             }
         };
-        if let (Ended::Unclaimed(message), Ok(running)) = (&ended, &running) {
-            tracing::warn!(message, "no object claims this pod: engines are released");
-            running.unclaimed(message).await;
+        if matches!(ended, Ended::Unclaimed(_)) {
+            pages.unclaimed();
         }
         over.cancel();
-        if let Ok(running) = running {
-            running.end(SWITCHING).await;
-        }
         if matches!(ended, Ended::Cancelled) || !again(backoff.failed(), cancel).await {
-            pages.forget_endpoints();
-            return Ok(());
+            break;
         }
     }
+    pages.forget_endpoints();
+    resting.end().await;
+    Ok(())
 }
 
 enum Ended {
@@ -191,8 +206,18 @@ enum Ended {
 }
 
 /// Renews the certificate and follows the assignment while the claim lasts.
-async fn attend(session: &Session, mut enrolled: Enrolled, running: &mut Running, pages: &Pages, cancel: &CancellationToken) -> Ended {
-    let mut assignment = running.assignment();
+async fn attend(
+    session: &Arc<Session>,
+    mut enrolled: Enrolled,
+    running: &mut Running,
+    pages: &Arc<Pages>,
+    cancel: &CancellationToken,
+) -> Ended {
+    let claim = running.claim().clone();
+    let mut assignment = claim.assignment.subscribe();
+    let mut registrations = Box::pin(running.registrations());
+    // What registered before that was not seen.
+    running.follow(session, pages);
     // Engines that register come and go one by one; a change of the object's own list starts all endpoints again.
     let listed = |a: &Assignment| (!a.registered).then(|| a.engines.clone());
     let same_engines = |a: &Assignment, b: &Assignment| (a.role, listed(a)) == (b.role, listed(b));
@@ -208,11 +233,11 @@ async fn attend(session: &Session, mut enrolled: Enrolled, running: &mut Running
             // Its parent knows at once; anyone who probes the engine knows after so many failures.
             reason = session.settings.command_ended() => {
                 tracing::warn!(reason, "the engine or trainer is gone");
-                running.command_ended(&reason);
+                claim.command_ended(&reason);
                 let _ = tokio::time::timeout(REPORTED, cancel.cancelled()).await;
                 return Ended::Cancelled;
             }
-            message = running.unclaimed_by() => return Ended::Unclaimed(message),
+            message = claim.unclaimed_by() => return Ended::Unclaimed(message),
             ended = &mut renewal => {
                 match ended {
                     Ok(fresh) if fresh.weightsync != enrolled.weightsync => return Ended::Unclaimed("another object claims this pod".into()),
@@ -235,13 +260,13 @@ async fn attend(session: &Session, mut enrolled: Enrolled, running: &mut Running
                     tracing::info!("the object wants other engines");
                     return Ended::Differs;
                 }
-                if now.registered
-                    && let Err(error) = session.follow(running, &now, pages).await
-                {
-                    tracing::error!(%error, "the endpoint of a registered engine cannot start");
-                    return Ended::Differs;
+                if now.registered {
+                    running.follow(session, pages);
                 }
-                running.assign(&now);
+            }
+            () = &mut registrations => {
+                registrations.set(running.registrations());
+                running.follow(session, pages);
             }
         }
     }

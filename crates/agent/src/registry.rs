@@ -22,7 +22,7 @@ pub struct Registry {
 }
 
 #[derive(Default)]
-struct Engines {
+pub(crate) struct Engines {
     by_port: BTreeMap<u16, Entry>,
     /// Number of the last registration.
     last: u64,
@@ -58,7 +58,8 @@ impl Registry {
         Arc::new(Self { pod, engines: watch::Sender::default() })
     }
 
-    /// Registers the engine at a port. A second registration of a port replaces the first: a new process has that port now.
+    /// Registers the engine at a port. A second registration of a port replaces the first: a new process has that port now. With another
+    /// address it is another engine.
     pub(crate) fn register(self: &Arc<Self>, port: u16, address: Option<IpAddr>) -> Result<Registration, RegisterError> {
         if port == 0 {
             return Err(RegisterError::NoPort);
@@ -68,14 +69,14 @@ impl Registry {
         }
         let mut number = None;
         self.engines.send_if_modified(|engines| {
-            let added = !engines.by_port.contains_key(&port);
-            if added && engines.by_port.len() >= MOST_ENGINES {
+            let before = engines.by_port.get(&port).map(|entry| entry.address);
+            if before.is_none() && engines.by_port.len() >= MOST_ENGINES {
                 return false;
             }
             engines.last += 1;
             number = Some(engines.last);
             engines.by_port.insert(port, Entry { address, number: engines.last });
-            added
+            before != Some(address)
         });
         let number = number.ok_or(RegisterError::TooMany)?;
         tracing::info!(port, "an engine registered");
@@ -93,7 +94,7 @@ impl Registry {
     }
 
     /// Marks each change of the registered engines.
-    fn changes(&self) -> watch::Receiver<Engines> {
+    pub(crate) fn changes(&self) -> watch::Receiver<Engines> {
         self.engines.subscribe()
     }
 }

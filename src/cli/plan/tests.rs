@@ -73,8 +73,8 @@ fn pods_of_a_ray_cluster_wait_for_engines_that_register() {
     let ray = example("ray.yaml", &[]);
     assert_eq!(ranks(&ray), [("trainer/rl-trainer-worker-0", 0, 1)]);
     let out: Vec<_> = ray.plan.left_out.iter().map(|left| (left.who.0.as_str(), left.code)).collect();
-    assert_eq!(out, [("actors/rl-rollouts-worker-0", LeftOutCode::NotReady), ("actors/rl-rollouts-worker-1", LeftOutCode::NotReady)]);
-    assert!(ray.plan.left_out[0].message.contains("no engine has registered"), "{}", ray.plan.left_out[0].message);
+    assert_eq!(out, [("actors/rl-rollouts-worker-0", LeftOutCode::NotReported), ("actors/rl-rollouts-worker-1", LeftOutCode::NotReported)]);
+    assert!(ray.plan.left_out[0].message.contains("not reported yet which engines"), "{}", ray.plan.left_out[0].message);
 }
 
 #[test]

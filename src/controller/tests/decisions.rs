@@ -9,6 +9,7 @@ use crate::controller::decide::{Decided, decide, target_container};
 use crate::controller::readiness::{GATE, Verdict, present, verdicts};
 use crate::controller::wedged::{Wedged, wedged};
 use weightsync_core::membership::{GroupStage, MemberStanding, MemberView, MembershipView};
+use weightsync_core::plan::LeftOutCode;
 use weightsync_core::protocol::{HeldVersion, MemberName, PodRef, Reason, Returned, Role};
 
 #[test]
@@ -116,11 +117,13 @@ fn registered_engines_of_a_pod_are_members_of_their_own() {
     let ports: Vec<u16> = decided.claims["uid-actor-0"].engines.iter().map(|engine| engine.port).collect();
     assert_eq!((ports, decided.claims["uid-actor-1"].registered), (vec![8001, 8002], true));
 
-    // A controller that just started: what it wrote before is all that it knows, until agents report.
+    // A controller that just started knows no engines, which is not the same as none: the status lists the first members only.
     let member = |name: &str| json!({"name": name, "size": 1, "state": "Ready", "reason": "Serving"});
-    let before = registers(&json!({"members": [member("actors/actor-1:8003"), member("actors/actor-10:8004")]}));
+    let before = registers(&json!({"members": [member("actors/actor-1:8003")]}));
     let decided = decide(&before, &[], &pods, &HashMap::new());
-    assert_eq!(names(&decided), ["actors/actor-1:8003"]);
+    assert_eq!(names(&decided), [""; 0]);
+    let codes: Vec<_> = decided.members.1.iter().map(|left_out| (left_out.who.0.as_str(), left_out.code)).collect();
+    assert_eq!(codes, [("actors/actor-0", LeftOutCode::NotReported), ("actors/actor-1", LeftOutCode::NotReported)]);
 }
 
 fn held(version: u64) -> HeldVersion {

@@ -37,11 +37,20 @@ impl Controller {
         Self::start_at(server, ui, "", None).await
     }
 
+    /// One to which agents come at this address, `HOST:PORT`.
+    pub(super) async fn start_on(server: &ApiServer, enroll: &str) -> Self {
+        Self::start_over(server, enroll, Ui::Local, "", None).await
+    }
+
     /// One that sends traces to a collector, or serves the webhook.
     pub(super) async fn start_at(server: &ApiServer, ui: Ui, otlp_endpoint: &str, webhook: Option<WebhookSettings>) -> Self {
+        Self::start_over(server, "127.0.0.1:0", ui, otlp_endpoint, webhook).await
+    }
+
+    async fn start_over(server: &ApiServer, enroll: &str, ui: Ui, otlp_endpoint: &str, webhook: Option<WebhookSettings>) -> Self {
         let any: SocketAddr = "127.0.0.1:0".parse().unwrap();
         let bind = || async { TcpListener::bind(any).await.unwrap() };
-        let listeners = Listeners { enroll: bind().await, status: bind().await, probes: bind().await };
+        let listeners = Listeners { enroll: TcpListener::bind(enroll).await.unwrap(), status: bind().await, probes: bind().await };
         let enroll = listeners.enroll.local_addr().unwrap().to_string();
         let status = listeners.status.local_addr().unwrap().to_string();
         let settings = Settings {
@@ -98,7 +107,7 @@ pub(super) fn cluster() -> ApiServer {
     server
 }
 
-async fn agent(server: &ApiServer, controller: &Controller, name: &str, instance: &str) -> FakeAgent {
+pub(super) async fn agent(server: &ApiServer, controller: &Controller, name: &str, instance: &str) -> FakeAgent {
     let token = projected_token(name, &format!("uid-{name}"));
     agent_with(server, controller, name, instance, token).await
 }

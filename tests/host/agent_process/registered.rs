@@ -30,13 +30,13 @@ sys.stdin.read()
 "#;
 
 /// The process of an engine.
-struct Process {
-    child: Child,
+pub(super) struct Process {
+    pub(super) child: Child,
     lines: Lines<BufReader<ChildStdout>>,
 }
 
 impl Process {
-    fn start(socket: &str, port: u16, address: &str) -> Self {
+    pub(super) fn start(socket: &str, port: u16, address: &str) -> Self {
         let mut command = Command::new("python3");
         command.args(["-c", ENGINE, &port.to_string(), address]).env("WEIGHTSYNC_SOCKET", socket);
         command.env("PYTHONPATH", Path::new(env!("CARGO_MANIFEST_DIR")).join("python"));
@@ -52,7 +52,7 @@ impl Process {
     }
 }
 
-fn assignment(ports: &[u16]) -> Assignment {
+pub(super) fn assignment(ports: &[u16]) -> Assignment {
     Assignment {
         role: Role::Rollout,
         engines: ports.iter().map(|port| EngineAssignment { kind: "idle".into(), port: *port }).collect(),
@@ -68,14 +68,20 @@ fn assignment(ports: &[u16]) -> Assignment {
 }
 
 /// An object whose pod has the engines that register, and the planner that follows them.
-struct Planner {
+pub(super) struct Planner {
     registered: tokio::sync::watch::Receiver<Registered>,
     _coordinator: CoordinatorHandle,
     _task: AbortOnDropHandle<()>,
 }
 
 impl Planner {
-    fn start(operator: &Operator, pod: &str) -> Self {
+    pub(super) fn start(operator: &Operator, pod: &str) -> Self {
+        Self::start_for(operator, pod, true)
+    }
+
+    /// The same; with `serves` its engines may serve before the first version.
+    pub(super) fn start_for(operator: &Operator, pod: &str, serves: bool) -> Self {
+        let assignment = move |ports: &[u16]| Assignment { serve_before_first_version: serves, ..assignment(ports) };
         let coordinator = operator.claim_with(OBJECT, &[pod], &assignment(&[]), None);
         let registered = operator.directory.registered(OBJECT).unwrap();
         let (mut changes, directory, uid) = (registered.clone(), operator.directory.clone(), format!("uid-{pod}"));
@@ -89,7 +95,7 @@ impl Planner {
     }
 
     /// Waits until exactly these engines are registered with the pod's agent.
-    async fn until(&mut self, pod: &str, ports: &[u16]) {
+    pub(super) async fn until(&mut self, pod: &str, ports: &[u16]) {
         let uid = format!("uid-{pod}");
         let waited = tokio::time::timeout(SOON, self.registered.wait_for(|all| all.get(&uid).is_some_and(|found| found == ports)));
         let waited = waited.await.is_ok_and(|found| found.is_ok());
@@ -99,7 +105,7 @@ impl Planner {
 
 impl Agent {
     /// Waits until its metrics show the engines of exactly these ports as healthy.
-    async fn until_engines(&self, ports: &[u16]) {
+    pub(super) async fn until_engines(&self, ports: &[u16]) {
         let wanted: Vec<String> = ports.iter().map(|port| format!("weightsync_agent_engine_healthy{{port=\"{port}\"}} 1")).collect();
         let mut last = Vec::new();
         let found = tokio::time::timeout(SOON, async {

@@ -1,9 +1,9 @@
-//! Starts and ends the endpoints of one claim: servers, listeners, supervision, announcements.
+//! One endpoint: its servers, listeners and announcements, and the watch over its engine, which lasts longer.
 //!
-//! Every address is bound before it is asked to anyone. It decides nothing about groups or versions.
+//! Every address is bound before it is asked to anyone. It decides nothing about groups or versions, nor when an endpoint starts or ends.
 
 use std::net::{IpAddr, SocketAddr};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use rustls_pki_types::ServerName;
@@ -14,16 +14,17 @@ use tokio_util::sync::CancellationToken;
 
 use super::pages::Pages;
 use super::{AgentError, Settings};
-use crate::client::{ClientServer, ClientServerConfig, PublishQueue, SocketError, SourceWorker};
+use crate::client::{PublishQueue, SocketError, SourceWorker};
 use crate::core::{Core, Facts};
-use crate::enrollment::{Announcer, AnnouncingEnded, Enrolled};
+use crate::enrollment::{Announcer, AnnouncingEnded};
 use crate::external::{ExternalDesk, epochs};
 use crate::fabric::Fabric;
 use crate::gpu::{GpuChoice, Gpus, Share};
 use crate::group::{Me, Standing};
 use crate::lead::Leader;
 use crate::lead::feed::Feeder;
-use crate::registry::{Registry, Reporter};
+use crate::locks::lock;
+use crate::registry::Registry;
 use crate::rollout::readiness::Assigned;
 use crate::rollout::{Places, Rollout, StartError};
 use crate::server::{Endpoint, Part, router};
@@ -37,9 +38,6 @@ use weightsync_transport::TransportError;
 use weightsync_transport::gdr::GdrTransport;
 use weightsync_transport::nccl::NcclTransport;
 use weightsync_transport::tcp::{DataTls, TcpOptions, TcpTransport};
-
-/// How long the end of a registered engine's endpoint waits for a switch of that engine.
-const LEAVING: Duration = Duration::from_secs(5);
 
 /// A listener that acknowledges nothing for this long is gone. A pod that was deleted by force takes its network away without a word; an
 /// agent that still believed in that controller would not announce itself to the next one in time to keep its epoch.
@@ -66,6 +64,14 @@ pub(super) enum StartFailed {
     NoEngine,
 }
 
+/// An engine that is to have an endpoint.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct EngineAt {
+    pub(super) engine: EngineAssignment,
+    /// Where its server listens, if its registration names it.
+    pub(super) address: Option<IpAddr>,
+}
+
 /// What all claims of a process share.
 pub(super) struct Session {
     pub(super) settings: Settings,
@@ -78,121 +84,82 @@ pub(super) struct Session {
     pub(super) source_gpu: watch::Sender<Result<SourceWorker, String>>,
 }
 
-/// The endpoints of one claim.
-pub(super) struct Running {
-    placed: Vec<Placed>,
-    assignment: watch::Sender<Assignment>,
-    unclaimed: watch::Sender<Option<String>>,
+/// What the endpoints of one claim share.
+pub(super) struct Claim {
+    pub(super) assignment: watch::Sender<Assignment>,
+    /// Why no object claims the pod any more, once that is so.
+    pub(super) unclaimed: watch::Sender<Option<String>>,
     /// The engines that registered, if the object wants those.
-    registry: Option<Arc<Registry>>,
+    pub(super) registry: Option<Arc<Registry>>,
+    pub(super) endpoints: Mutex<Vec<Arc<Endpoint>>>,
+}
+
+/// One endpoint, and what it takes to end it alone.
+pub(super) struct Placed {
+    claim: Arc<Claim>,
+    pub(super) endpoint: Arc<Endpoint>,
     tasks: JoinSet<()>,
     cancel: CancellationToken,
 }
 
-/// One endpoint, and what it takes to end it alone.
-struct Placed {
-    /// Its place among the endpoints of the pod; no two have the same.
-    number: u16,
-    engine: Option<EngineAssignment>,
-    endpoint: Arc<Endpoint>,
+/// An engine that is watched: its health, its start and what it holds are known. This does not depend on a claim.
+pub(super) struct Watched {
+    pub(super) rollout: Arc<Rollout>,
     tasks: JoinSet<()>,
     cancel: CancellationToken,
 }
 
 impl Placed {
-    fn rollout(&self) -> Option<&Arc<Rollout>> {
-        match &self.endpoint.part {
-            Part::Rollout(rollout) => Some(rollout),
-            Part::Source(_) => None,
-        }
+    /// Ends its servers and its announcements. The watch over its engine goes on.
+    pub(super) async fn close(mut self) {
+        self.cancel.cancel();
+        join(&mut self.tasks).await;
+        lock(&self.claim.endpoints).retain(|endpoint| !Arc::ptr_eq(endpoint, &self.endpoint));
     }
+}
 
-    /// Ends its tasks; an engine that is being switched has so long to end that.
-    async fn end(mut self, switching: Duration) {
-        if let Some(rollout) = self.rollout() {
-            rollout.settled(switching).await;
-        }
+impl Watched {
+    pub(super) async fn end(mut self) {
         self.cancel.cancel();
         join(&mut self.tasks).await;
     }
 }
 
+impl Claim {
+    /// What is known of the pod's engines and trainer is over: no engine is next to the agent any more, or no trainer.
+    pub(super) fn command_ended(&self, reason: &str) {
+        for endpoint in lock(&self.endpoints).iter() {
+            match &endpoint.part {
+                Part::Rollout(rollout) => rollout.engine_ended(reason),
+                Part::Source(_) => endpoint.core.set_facts(|facts| facts.reason = Some(reason.to_owned())),
+            }
+        }
+    }
+
+    /// Waits until the controller says that the pod is not claimed.
+    pub(super) async fn unclaimed_by(&self) -> String {
+        let mut unclaimed = self.unclaimed.subscribe();
+        let message = unclaimed.wait_for(Option::is_some).await.ok().and_then(|message| message.clone());
+        match message {
+            Some(message) => message,
+            None => std::future::pending().await,
+        }
+    }
+}
+
 impl Session {
-    pub(super) async fn start(&self, enrolled: &Enrolled, pages: &Pages, cancel: &CancellationToken) -> Result<Running, StartFailed> {
-        let assignment = &enrolled.assignment;
-        let mut running = Running {
-            placed: Vec::new(),
-            assignment: watch::Sender::new(assignment.clone()),
-            unclaimed: watch::Sender::new(None),
-            registry: None,
-            tasks: JoinSet::new(),
-            cancel: cancel.clone(),
-        };
-        match assignment.role {
-            Role::Source => self.add(0, None, &mut running, pages).await?,
-            Role::Rollout if assignment.registered => {
-                self.let_engines_register(&mut running, pages)?;
-                self.follow(&mut running, assignment, pages).await?;
-            }
-            Role::Rollout if assignment.engines.is_empty() => return Err(StartFailed::NoEngine),
-            Role::Rollout => {
-                for (number, engine) in (0_u16..).zip(&assignment.engines) {
-                    self.add(number, Some(engine), &mut running, pages).await?;
-                }
-            }
-        }
-        running.assign(assignment);
-        Ok(running)
-    }
-
-    /// Ends the endpoints of registered engines that are gone, and starts those of new ones.
-    pub(super) async fn follow(&self, running: &mut Running, assignment: &Assignment, pages: &Pages) -> Result<(), StartFailed> {
-        let wanted = |placed: &Placed| placed.engine.as_ref().is_some_and(|engine| assignment.engines.contains(engine));
-        let (kept, gone) = std::mem::take(&mut running.placed).into_iter().partition(wanted);
-        running.placed = kept;
-        for placed in gone {
-            if let Some(rollout) = placed.rollout() {
-                pages.remove(rollout);
-            }
-            placed.end(LEAVING).await;
-        }
-        for engine in &assignment.engines {
-            if running.placed.iter().any(|placed| placed.engine.as_ref() == Some(engine)) {
-                continue;
-            }
-            let free = (0..=u16::MAX).find(|number| running.placed.iter().all(|placed| placed.number != *number)).unwrap_or(0);
-            self.add(free, Some(engine), running, pages).await?;
-        }
-        Ok(())
-    }
-
-    /// Opens the socket where engines register, and reports them to the controller.
-    fn let_engines_register(&self, running: &mut Running, pages: &Pages) -> Result<(), StartFailed> {
+    /// Starts the endpoint of the engine that is `wanted`, or of the trainer. `number` is its place among the endpoints of the pod: no two have
+    /// the same. It ends with `cancel`, the watch over its engine does not.
+    pub(super) async fn open(
+        &self,
+        claim: &Arc<Claim>,
+        number: u16,
+        wanted: Option<&EngineAt>,
+        pages: &Pages,
+        cancel: CancellationToken,
+    ) -> Result<(Placed, Option<Watched>), StartFailed> {
         let settings = &self.settings;
-        let registry = Registry::new(settings.ip);
-        let socket = ClientServerConfig { engines: Some(registry.clone()), ..settings.socket.clone() };
-        let server = ClientServer::bind(socket, self.queue.clone(), self.roster.subscribe())?;
-        running.tasks.spawn(server.run(running.cancel.clone()));
-        let reporter = Reporter {
-            client: self.client.clone(),
-            namespace: settings.applicant.namespace.clone(),
-            incarnation: settings.applicant.incarnation.clone(),
-            registry: registry.clone(),
-            assignment: running.assignment.clone(),
-        };
-        let (unclaimed, over) = (running.unclaimed.clone(), running.cancel.clone());
-        running.tasks.spawn(async move {
-            if let AnnouncingEnded::Unclaimed { message } = reporter.run(over).await {
-                unclaimed.send_replace(Some(message));
-            }
-        });
-        running.registry = Some(registry);
-        pages.engines_register();
-        Ok(())
-    }
-
-    async fn add(&self, number: u16, engine: Option<&EngineAssignment>, running: &mut Running, pages: &Pages) -> Result<(), StartFailed> {
-        let settings = &self.settings;
+        let engine = wanted.map(|wanted| &wanted.engine);
         let me = Me {
             incarnation: Incarnation {
                 pod_uid: settings.applicant.incarnation.pod_uid.clone(),
@@ -201,7 +168,7 @@ impl Session {
             role: if engine.is_some() { Role::Rollout } else { Role::Source },
             port: engine.map(|engine| engine.port),
         };
-        let (mut tasks, cancel) = (JoinSet::new(), running.cancel.child_token());
+        let mut tasks = JoinSet::new();
         let core = Core::new(me.clone(), Facts::default());
         let control = bind(settings.ip, port(settings.control_port, number)).await?;
         let data = SocketAddr::new(settings.ip, port(settings.data_port, number));
@@ -211,13 +178,13 @@ impl Session {
         let data_address = weightsync_transport::Transport::address(transport.as_ref());
         let leader = Leader::new(core.clone(), AgentClient::new(self.identity.clone()), transport.clone());
         let (policy, engines) = {
-            let assignment = running.assignment.borrow();
+            let assignment = claim.assignment.borrow();
             (assignment.transport.clone(), assignment.engines.len().max(1))
         };
         let share = Share { number: usize::from(number), of: engines };
         let reported = engine.is_none().then(|| self.source_gpu.clone());
         let mut gpu_settings = settings.gpus.clone();
-        if running.registry.is_some() {
+        if claim.registry.is_some() {
             // How many engines will share the GPUs is not known, and which of them this one has is not either.
             gpu_settings.choice = GpuChoice::None;
         }
@@ -225,11 +192,13 @@ impl Session {
         tasks.spawn(gpus.clone().supervise(cancel.clone()));
         leader.set_gpus(gpus.clone());
         leader.set_fabric(Fabric::new(core.clone(), settings.fabric.clone(), settings.cgroups.clone(), gpus.clone(), transport));
-        let part = if let Some(engine) = engine {
-            let rollout = self.rollout(engine, &core, running.registry.as_deref())?;
-            tasks.spawn(rollout.clone().supervise(cancel.clone()));
+        let mut watched = None;
+        let part = if let Some(wanted) = wanted {
+            let rollout = self.rollout(wanted, &core)?;
             rollout.set_gpus(gpus);
-            pages.add(rollout.clone());
+            let watch = watched.insert(Watched { rollout: rollout.clone(), tasks: JoinSet::new(), cancel: CancellationToken::new() });
+            watch.tasks.spawn(rollout.clone().supervise(watch.cancel.clone()));
+            pages.count(&core, Some(&rollout), &mut watch.tasks, &watch.cancel);
             let feeder = Feeder::new(leader.clone(), rollout.clone(), Arc::<Attempts>::default());
             spawn(&mut tasks, &cancel, async move { feeder.run().await });
             Part::Rollout(rollout)
@@ -238,15 +207,11 @@ impl Session {
             tasks.spawn(source.clone().run(self.queue.clone(), cancel.clone()));
             tasks.spawn(source.clone().run_external(self.external.clone(), cancel.clone()));
             tasks.spawn(epochs::keep(core.clone(), leader.clone(), self.external.clone(), cancel.clone()));
+            pages.count(&core, None, &mut tasks, &cancel);
             Part::Source(source)
         };
         let shown = if number == 0 { self.roster.clone() } else { pages.more_roster() };
         tasks.spawn(roster::keep(core.clone(), leader.clone(), shown, cancel.clone()));
-        let rollout = match &part {
-            Part::Rollout(rollout) => Some(rollout),
-            Part::Source(_) => None,
-        };
-        pages.count(&core, rollout, &mut tasks, &cancel);
         let control_address = control.local_addr().map_or_else(|_| String::new(), |address| address.to_string());
         let endpoint = Arc::new(Endpoint { core: core.clone(), leader, part, data_address });
         let (identity, routes, over) = (self.identity.clone(), router(endpoint.clone()), cancel.clone());
@@ -272,22 +237,34 @@ impl Session {
             },
             refresh: core.events().refresh().clone(),
             attached: Arc::new(move || core.events().has_coordinator()),
-            assignment: running.assignment.clone(),
+            assignment: claim.assignment.clone(),
         };
-        let (unclaimed, over) = (running.unclaimed.clone(), cancel.clone());
+        let (unclaimed, over) = (claim.unclaimed.clone(), cancel.clone());
         tasks.spawn(async move {
             if let AnnouncingEnded::Unclaimed { message } = announcer.run(over).await {
                 unclaimed.send_replace(Some(message));
             }
         });
-        running.placed.push(Placed { number, engine: engine.cloned(), endpoint, tasks, cancel });
-        Ok(())
+        let mut assigned = claim.assignment.subscribe();
+        assign(&endpoint, &assigned.borrow_and_update());
+        let told = endpoint.clone();
+        spawn(&mut tasks, &cancel, async move {
+            while assigned.changed().await.is_ok() {
+                assign(&told, &assigned.borrow_and_update());
+            }
+        });
+        lock(&claim.endpoints).push(endpoint.clone());
+        // From here on the readiness of the pod depends on it.
+        if let Some(watched) = &watched {
+            pages.add(watched.rollout.clone());
+        }
+        Ok((Placed { claim: claim.clone(), endpoint, tasks, cancel }, watched))
     }
 
-    fn rollout(&self, engine: &EngineAssignment, core: &Arc<Core>, registry: Option<&Registry>) -> Result<Arc<Rollout>, StartFailed> {
+    fn rollout(&self, wanted: &EngineAt, core: &Arc<Core>) -> Result<Arc<Rollout>, StartFailed> {
         let settings = &self.settings;
-        let address = registry.and_then(|registry| registry.address(engine.port));
-        let adapter = (settings.engines)(engine, address).map_err(|source| StartFailed::Engine { port: engine.port, source })?;
+        let EngineAt { engine, address } = wanted;
+        let adapter = (settings.engines)(engine, *address).map_err(|source| StartFailed::Engine { port: engine.port, source })?;
         let name = format!("{}-{}", settings.places.name, engine.port);
         let places = Places { name, ..settings.places.clone() };
         Ok(Rollout::start(core.clone(), adapter, places, settings.cgroups.clone())?)
@@ -311,84 +288,24 @@ impl Session {
     }
 }
 
-impl Running {
-    pub(super) fn assignment(&self) -> watch::Receiver<Assignment> {
-        self.assignment.subscribe()
-    }
-
-    /// Passes on what the object wants of endpoints that run already.
-    pub(super) fn assign(&self, assignment: &Assignment) {
-        for endpoint in self.endpoints() {
-            endpoint.core.learn_hindrance(assignment.hindrance.clone());
-            if matches!(endpoint.part, Part::Source(_)) {
-                endpoint.core.learn_later(assignment.current.as_ref());
-            }
-        }
-        for rollout in self.rollouts() {
-            rollout.assign(Assigned {
-                known: true,
-                serve_before_first_version: assignment.serve_before_first_version,
-                suspended: assignment.suspended,
-                current: assignment.current.clone(),
-                returned: assignment.returned,
-                newest: assignment.newest,
-            });
-        }
-    }
-
-    /// Waits until the controller says that the pod is not claimed.
-    pub(super) async fn unclaimed_by(&self) -> String {
-        let mut unclaimed = self.unclaimed.subscribe();
-        let message = unclaimed.wait_for(Option::is_some).await.ok().and_then(|message| message.clone());
-        match message {
-            Some(message) => message,
-            None => std::future::pending().await,
-        }
-    }
-
-    /// Leaves the group for good.
-    pub(super) async fn unclaimed(&self, message: &str) {
-        for endpoint in self.endpoints() {
-            endpoint.core.unclaimed(message);
-        }
-        for rollout in self.rollouts() {
-            rollout.release().await;
-        }
-    }
-
-    /// What this pod is about is gone: no engine is next to the agent any more, or no trainer.
-    pub(super) fn command_ended(&self, reason: &str) {
-        for endpoint in self.endpoints() {
-            match &endpoint.part {
-                Part::Rollout(rollout) => rollout.engine_ended(reason),
-                Part::Source(_) => endpoint.core.set_facts(|facts| facts.reason = Some(reason.to_owned())),
-            }
-        }
-    }
-
-    /// Ends all tasks; engines that are being switched have so long to end that.
-    pub(super) async fn end(mut self, switching: Duration) {
-        for rollout in self.rollouts() {
-            rollout.settled(switching).await;
-        }
-        self.cancel.cancel();
-        for placed in std::mem::take(&mut self.placed) {
-            self.tasks.spawn(placed.end(Duration::ZERO));
-        }
-        join(&mut self.tasks).await;
-    }
-
-    fn endpoints(&self) -> impl Iterator<Item = &Arc<Endpoint>> {
-        self.placed.iter().map(|placed| &placed.endpoint)
-    }
-
-    fn rollouts(&self) -> impl Iterator<Item = &Arc<Rollout>> {
-        self.placed.iter().filter_map(Placed::rollout)
+/// Passes on what the object wants of an endpoint that runs.
+fn assign(endpoint: &Endpoint, assignment: &Assignment) {
+    endpoint.core.learn_hindrance(assignment.hindrance.clone());
+    match &endpoint.part {
+        Part::Source(_) => endpoint.core.learn_later(assignment.current.as_ref()),
+        Part::Rollout(rollout) => rollout.assign(Assigned {
+            known: true,
+            serve_before_first_version: assignment.serve_before_first_version,
+            suspended: assignment.suspended,
+            current: assignment.current.clone(),
+            returned: assignment.returned,
+            newest: assignment.newest,
+        }),
     }
 }
 
 /// Waits for the end of tasks that were cancelled; those that take longer than a few seconds are ended.
-async fn join(tasks: &mut JoinSet<()>) {
+pub(super) async fn join(tasks: &mut JoinSet<()>) {
     let ended = async { while tasks.join_next().await.is_some() {} };
     if tokio::time::timeout(Duration::from_secs(5), ended).await.is_err() {
         tasks.abort_all();

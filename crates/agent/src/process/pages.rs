@@ -84,6 +84,21 @@ impl Pages {
         lock(&self.shown).registered = true;
     }
 
+    /// The endpoint of the engine at `port` cannot start, for this reason.
+    pub(super) fn cannot_start(&self, port: u16, reason: String) {
+        lock(&self.shown).not_started.insert(port, reason);
+    }
+
+    /// It started, or is not wanted any more.
+    pub(super) fn started(&self, port: u16) {
+        lock(&self.shown).not_started.remove(&port);
+    }
+
+    /// No object claims the pod any more. It serves what it has.
+    pub(super) fn unclaimed(&self) {
+        lock(&self.shown).released = true;
+    }
+
     pub(super) fn forget_endpoints(&self) {
         lock(&self.shown).claimed(None);
     }

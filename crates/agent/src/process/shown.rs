@@ -1,5 +1,6 @@
 //! The answer to a readiness probe of the pod, and why it is not ready.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use tokio::time::Instant;
@@ -13,6 +14,10 @@ pub(super) struct Shown {
     /// When the pod serves although no operator claimed it.
     pub(super) serves_unclaimed: Option<Instant>,
     pub(super) failed: Option<String>,
+    /// Why the endpoints of engines could not start, by port.
+    pub(super) not_started: BTreeMap<u16, String>,
+    /// Whether an object claimed the pod once and none does now.
+    pub(super) released: bool,
     /// Whether the engines of the pod register.
     pub(super) registered: bool,
     pub(super) was_ready: Option<bool>,
@@ -39,6 +44,12 @@ impl Shown {
     fn ready(&self) -> Result<(), String> {
         if let Some(reason) = &self.failed {
             return Err(reason.clone());
+        }
+        if let Some((port, reason)) = self.not_started.first_key_value().filter(|_| !self.released) {
+            return Err(format!("the engine on port {port} takes no part yet: {reason}"));
+        }
+        if self.rollouts.is_empty() && self.released {
+            return Ok(());
         }
         if self.rollouts.is_empty() && self.registered {
             return Err("no engine has registered yet (weightsync.register_engine)".into());

@@ -1,7 +1,7 @@
 //! Reports the registered engines to the controller, and follows the assignment that answers.
 //!
-//! Decides when to report: at each change, and every ten seconds, because a new controller knows none. It never reports an empty list while
-//! engines may still return to an agent that started again.
+//! Decides when to report: at each change, every ten seconds, and at once when an assignment names other engines than are registered: a new
+//! controller knows none. It never reports an empty list while engines may still return to an agent that started again.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -34,7 +34,7 @@ pub(crate) struct Reporter {
 impl Reporter {
     /// Reports until `cancel`, or until the pod is not claimed any more.
     pub async fn run(self, cancel: CancellationToken) -> AnnouncingEnded {
-        let mut changes = self.registry.changes();
+        let (mut changes, mut assignments) = (self.registry.changes(), self.assignment.subscribe());
         let assigned = |assignment: &Assignment| assignment.engines.iter().map(|engine| engine.port).collect::<Vec<_>>();
         let before = assigned(&self.assignment.borrow());
         let returned = Instant::now() + RETURN;
@@ -76,9 +76,11 @@ impl Reporter {
                     }
                 }
             }
+            let contradicted = assignments.wait_for(|assignment| wait == EVERY && assigned(assignment) != ports);
             tokio::select! {
                 () = cancel.cancelled() => return AnnouncingEnded::Cancelled,
                 _changed = timeout(wait, changes.changed()) => {}
+                _contradicted = contradicted => {}
             }
         }
     }

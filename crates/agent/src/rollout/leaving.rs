@@ -29,6 +29,11 @@ impl Rollout {
         self.leave_group(LEAVE).await;
     }
 
+    /// Whether the engine is there and must not serve: it is paused by us, or may hold half an update.
+    pub fn must_stay_out(&self) -> bool {
+        self.read(|state| state.machine.must_not_serve() && !state.engine.gone() && !state.engine.unreachable())
+    }
+
     /// Waits until the engine has left the group that it was released from, and then at most `limit` until it is not being switched: its files
     /// must stay until then.
     pub async fn settled(&self, limit: Duration) {

@@ -239,7 +239,9 @@ impl Membership {
         // yet.
         let unreported = |agent: &Agent| agent.state.is_none() && agent.unusable.is_none();
         let unreported = || self.candidates.iter().filter_map(|candidate| self.agents.of(candidate)).any(|(_, agent)| unreported(agent));
-        let missing = assessment.out.values().any(|out| out.reason == Reason::AgentMissing) || adopting_until.is_some() && unreported();
+        let unknown = || self.left_out.iter().any(|left| left.code == LeftOutCode::NotReported);
+        let missing = assessment.out.values().any(|out| out.reason == Reason::AgentMissing)
+            || adopting_until.is_some() && (unreported() || unknown());
         // A pod that is paused for an update may be unready and missing from the plan. Without this check, a group that could be taken over
         // with it would be ended in the middle of the update.
         let paused = |agent: &Agent| agent.link == Link::Live && self.updates_in_our_epoch(agent);

@@ -142,8 +142,9 @@ pub struct PodFacts {
     /// Why the caller leaves it out now, as text; `None` if it is fit. The caller knows whether lost readiness is the pod's own fault or
     /// comes from a running update.
     pub unready: Option<String>,
-    /// Ports of the engines that registered with its agent, in ascending order.
-    pub registered: Vec<u16>,
+    /// Ports of the engines that registered with its agent, in ascending order. None until the agent reported to this controller: that is
+    /// not the same as no engine.
+    pub registered: Option<Vec<u16>>,
     /// Why a pending pod makes no progress, as the kubelet or the scheduler reports, with the next step; `None` if neither says so.
     pub stuck: Option<String>,
 }

@@ -65,6 +65,8 @@ pub enum LeftOutCode {
     NotRunning,
     /// The caller reports that it is not fit now.
     NotReady,
+    /// Which engines it has is not known: its agent has not reported to this controller.
+    NotReported,
     /// It has no container with the name in the spec.
     NoContainer,
     GroupLabelMissing,
@@ -96,7 +98,7 @@ impl LeftOutCode {
             | Self::UnstableName
             | Self::UnknownName
             | Self::NotListed => true,
-            Self::Terminal | Self::Terminating | Self::NotRunning | Self::NotReady | Self::GroupIncomplete => false,
+            Self::Terminal | Self::Terminating | Self::NotRunning | Self::NotReady | Self::NotReported | Self::GroupIncomplete => false,
         }
     }
 
@@ -109,6 +111,7 @@ impl LeftOutCode {
             Self::Terminating => Reason::MemberLeft,
             Self::NotRunning => Reason::PodNotReady,
             Self::NotReady => Reason::PodNotReady,
+            Self::NotReported => Reason::AgentMissing,
             Self::NoContainer => Reason::PodMismatch,
             Self::GroupLabelMissing => Reason::PodMismatch,
             Self::GroupIncomplete => Reason::PodNotReady,

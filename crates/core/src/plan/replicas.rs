@@ -65,15 +65,14 @@ pub(super) fn units<'a>(pool: &PoolSpec, pods: &[&'a PodFacts], left_out: &mut V
 fn single_pods<'a>(pool: &PoolSpec, pods: &[&'a PodFacts], left_out: &mut Vec<LeftOut>) -> Vec<Unit<'a>> {
     let mut units = Vec::new();
     for pod in pods {
-        let ports = if pool.registered { &pod.registered } else { &pool.ports };
+        let ports = if pool.registered { pod.registered.as_deref().unwrap_or_default() } else { &pool.ports };
         if ports.is_empty() {
-            let none = || (LeftOutCode::NotReady, format!("pod {}: no engine has registered with its agent (docs/engines.md)", pod.name));
-            let (code, message) = unfit(pod).unwrap_or_else(none);
+            let (code, message) = unfit(pod).unwrap_or_else(|| no_engine(pod));
             left_out.push(pod_left_out(pool, pod, code, message));
         }
         for port in ports {
             // A registered engine may get company: its name must not change then.
-            let name = match ports.as_slice() {
+            let name = match ports {
                 [_] if !pool.registered => format!("{}/{}", pool.name, pod.name),
                 _ => format!("{}/{}:{port}", pool.name, pod.name),
             };
@@ -85,6 +84,15 @@ fn single_pods<'a>(pool: &PoolSpec, pods: &[&'a PodFacts], left_out: &mut Vec<Le
         }
     }
     units
+}
+
+/// Why a pod whose engines register has none in the plan.
+fn no_engine(pod: &PodFacts) -> (LeftOutCode, String) {
+    let name = &pod.name;
+    match pod.registered {
+        None => (LeftOutCode::NotReported, format!("pod {name}: its agent has not reported yet which engines are registered")),
+        Some(_) => (LeftOutCode::NotReady, format!("pod {name}: no engine has registered with its agent (docs/engines.md)")),
+    }
 }
 
 fn groups<'a>(pool: &PoolSpec, spec: &GroupSpec, pods: &[&'a PodFacts], left_out: &mut Vec<LeftOut>) -> Vec<Unit<'a>> {

@@ -64,6 +64,37 @@ fn a_member_whose_pause_made_its_pod_unready_is_waited_for() {
     assert_eq!((view.stage, view.epoch, view.ready), (GroupStage::Committed, 1, 2));
 }
 
+/// Engines that register are not known before the agents of their pods report.
+#[test]
+fn pod_whose_engines_are_not_reported_yet_is_waited_for() {
+    let mut working = Desk::formed(2);
+    working.serves(3);
+    let mut desk = alongside(&working);
+    let unreported = left_out(2, LeftOutCode::NotReported, "its agent has not reported yet which engines are registered");
+    desk.plan(&[0, 1], vec![unreported]);
+    for n in 0..=2 {
+        desk.announce(n);
+    }
+    assert!(!persists(&desk.wait(2_000, &[0, 1, 2])), "{:?}", desk.decisions);
+    desk.plan(&[0, 1, 2], Vec::new());
+    let view = desk.membership.view();
+    assert_eq!((view.stage, view.epoch, view.ready), (GroupStage::Committed, 1, 2));
+}
+
+/// One that never reports does not keep the others from a group.
+#[test]
+fn pod_that_never_reports_its_engines_is_left_out_in_the_end() {
+    let working = Desk::formed(2);
+    let mut desk = alongside(&working);
+    let unreported = left_out(2, LeftOutCode::NotReported, "its agent has not reported yet which engines are registered");
+    desk.plan(&[0, 1], vec![unreported]);
+    for n in 0..=1 {
+        desk.announce(n);
+    }
+    let decisions = desk.wait(config().adopt_window_ms * 4, &[0, 1]);
+    assert!(persists(&decisions), "{decisions:?}");
+}
+
 #[test]
 fn version_reached_meanwhile_is_learned_from_members() {
     let mut working = Desk::formed(2);

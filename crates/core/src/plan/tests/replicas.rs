@@ -24,7 +24,7 @@ fn each_port_of_a_pod_is_a_replica_of_its_own() {
 #[test]
 fn each_registered_engine_of_a_pod_is_a_replica() {
     let registers = PoolSpec { ports: vec![], registered: true, ..pool() };
-    let with = |index, registered: &[u16]| PodFacts { registered: registered.to_vec(), ..actor(index) };
+    let with = |index, registered: &[u16]| PodFacts { registered: Some(registered.to_vec()), ..actor(index) };
     let plan = plan(&world(registers, [with(1, &[9000]), with(0, &[8001, 8002]), with(2, &[])]));
     assert_eq!(names(&plan), ["trainer/trainer-0", "actors/actor-0:8001", "actors/actor-0:8002", "actors/actor-1:9000"]);
     assert_eq!((why(&plan, "actors/actor-2").code, plan.left_out.len()), (LeftOutCode::NotReady, 1));

@@ -28,7 +28,7 @@ pub(super) fn pod(app: &str, index: u32, role: &str) -> PodFacts {
         terminating: false,
         index: Some(index),
         stable_name: true,
-        registered: Vec::new(),
+        registered: None,
         stuck: None,
         unready: None,
     }
