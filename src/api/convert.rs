@@ -206,6 +206,7 @@ impl Pool {
             // A port that cannot be becomes 0, which the plan refuses by name.
             ports: self.engine.ports().into_iter().map(|port| u16::try_from(port).unwrap_or(0)).collect(),
             registered: self.engine.discovery == Discovery::Registered,
+            max_registered: self.engine.max_registered.map(count),
             ranks: count(self.ranks),
             group,
             order: order(self.order.as_ref()),

@@ -36,6 +36,7 @@ pub fn pod_facts(pod: &Pod, unready: Option<String>) -> PodFacts {
         node: pod.spec.as_ref().and_then(|spec| spec.node_name.clone()),
         missing_container: missing_container(pod),
         registered: None,
+        gpus: gpus(pod),
         stuck: stuck(pod),
         phase,
         terminating: metadata.deletion_timestamp.is_some(),
@@ -45,6 +46,14 @@ pub fn pod_facts(pod: &Pod, unready: Option<String>) -> PodFacts {
         name,
         labels,
     }
+}
+
+/// GPUs that the containers of a pod ask for, by the names of device plugins: `nvidia.com/gpu`, `amd.com/gpu`, `nvidia.com/mig-1g.10gb`.
+fn gpus(pod: &Pod) -> u32 {
+    let containers = pod.spec.iter().flat_map(|spec| &spec.containers);
+    let limits = containers.filter_map(|container| container.resources.as_ref()?.limits.as_ref()).flatten();
+    let is_gpu = |name: &str| name.split_once('/').is_some_and(|(_, device)| device == "gpu" || device.starts_with("mig-"));
+    limits.filter(|(name, _)| is_gpu(name)).filter_map(|(_, quantity)| quantity.0.parse::<u32>().ok()).fold(0, u32::saturating_add)
 }
 
 /// The addresses of a pod; the kubelet reports them once its sandbox runs.

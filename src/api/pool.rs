@@ -16,6 +16,8 @@ use super::{EngineKind, Order, PodSelector};
     .message("a replica of several pods has one engine port, on its head: list one port"))]
 #[x_kube(validation = Rule::new("self.engine.discovery != 'Registered' || (!has(self.engine.ports) && self.replica.pods == 1)")
     .message("engines that register take ports of their own, and a replica is one of them: remove engine.ports and replica.pods"))]
+#[x_kube(validation = Rule::new("self.engine.discovery == 'Registered' || !has(self.engine.maxRegistered)")
+    .message("engine.maxRegistered is for engines that register: remove it, or set engine.discovery to Registered"))]
 pub struct Pool {
     /// Name of the pool, such as `actors`. It is part of its members' names.
     #[schemars(length(min = 1, max = 63), regex(pattern = "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"))]
@@ -66,6 +68,13 @@ pub struct Engine {
     /// process lives. Such an engine is fed through host memory. Default: `Ports`.
     #[serde(default)]
     pub discovery: Discovery,
+
+    /// At most so many registered engines of one pod take part; further ones are named in status. A pod says by itself how many engines it
+    /// has, and each counts for `membership.minReady`. Only for `discovery: Registered`. Default: as many as
+    /// have GPUs for their `ranks`, of those that the pod asks for; 16 where it asks for none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 1, max = 16))]
+    pub max_registered: Option<i32>,
 
     /// Key of a Secret in the same namespace with the server's API key. Only for `agent.launch: Ephemeral`. Each pod must name it in its
     /// annotation `weightsync.dev/api-key-secret: SECRET/KEY`; otherwise it gets no agent. Default: none.

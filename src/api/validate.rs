@@ -113,6 +113,14 @@ fn check_pool(problems: &mut Problems, field: &str, pool: &Pool) {
         field,
         "engines that register take ports of their own, and a replica is one of them: remove engine.ports and replica.pods",
     );
+    if let Some(most) = pool.engine.max_registered {
+        problems.range(&format!("{field}.engine.maxRegistered"), most.into(), 1, 16);
+        problems.expect(
+            pool.engine.discovery == Discovery::Registered,
+            field,
+            "engine.maxRegistered is for engines that register: remove it, or set engine.discovery to Registered",
+        );
+    }
     problems.range(&format!("{field}.ranks"), pool.ranks.into(), 1, 65_536);
     problems.range(&format!("{field}.replica.pods"), pool.replica.pods.into(), 1, 1024);
     problems.expect(!pool.replica.head_labels.is_empty(), &format!("{field}.replica.headLabels"), "there must be at least one label");

@@ -189,7 +189,7 @@ fn claims(object: &WeightSync, pods: &[PodFacts]) -> HashMap<String, Assignment>
             wanted(Role::Source, Vec::new())
         } else if let Some(pool) = pool_of(object, &pod.labels) {
             let head = pool.replica.pods == 1 || pool.replica.head().matches(&pod.labels);
-            let engines = if head { WeightSyncSpec::engines(pool, pod.registered.as_deref().unwrap_or_default()) } else { Vec::new() };
+            let engines = if head { WeightSyncSpec::engines(pool, pool.to_plan().engines(pod).0) } else { Vec::new() };
             Assignment { registered: pool.engine.discovery == Discovery::Registered, ..wanted(Role::Rollout, engines) }
         } else {
             continue;

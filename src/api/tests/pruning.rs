@@ -34,6 +34,7 @@ fn engine() -> impl Strategy<Value = Engine> {
     let key = of((TEXT, TEXT).prop_map(|(name, key)| SecretKey { name, key }));
     let discovery = prop::sample::select(vec![Discovery::Ports, Discovery::Registered]);
     (kind, prop::collection::vec(1..65_536, 0..3), discovery, key).prop_map(|(kind, ports, discovery, api_key_secret_ref)| Engine {
+        max_registered: (discovery == Discovery::Registered).then_some(2),
         kind,
         ports,
         discovery,

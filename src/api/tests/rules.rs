@@ -157,6 +157,11 @@ fn cases() -> Vec<Case> {
             &[(engine, json!({"kind": "VLLM", "discovery": "Registered", "ports": [8001]}))],
         ),
         case(
+            "engine.maxRegistered is for engines that register: remove it, or set engine.discovery to Registered",
+            &[(engine, json!({"kind": "VLLM", "discovery": "Registered", "maxRegistered": 2}))],
+            &[(engine, json!({"kind": "VLLM", "maxRegistered": 2}))],
+        ),
+        case(
             "engines that register take ports of their own, and a replica is one of them: remove engine.ports and replica.pods",
             &[(engine, json!({"kind": "VLLM", "discovery": "Ports"})), ("/spec/rollouts/0/replica/pods", json!(2))],
             &[(engine, json!({"kind": "VLLM", "discovery": "Registered"})), ("/spec/rollouts/0/replica/pods", json!(2))],

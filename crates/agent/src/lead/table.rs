@@ -4,8 +4,8 @@
 //! delivered or installed that did not say so itself.
 
 use weightsync_core::protocol::{
-    EngineChecksum, InstallStep, MemberName, MemberProgress, MixedWindow, PublishErrorCode, Refusal, RefusalCode, UpdatePhase,
-    UpdateStatus, is_refused_by_most,
+    Ballot, EngineChecksum, InstallStep, Judgement, MemberName, MemberProgress, MixedWindow, PublishErrorCode, Refusal, RefusalCode,
+    UpdatePhase, UpdateStatus,
 };
 
 /// Why an attempt ended without its aim.
@@ -231,11 +231,19 @@ impl Table {
         self.verdict(UpdatePhase::Verify, |row| row.out() || delivered(row), delivered)
     }
 
-    /// After activate: whether enough serve the version, and it is not one that most of those who were asked refuse.
+    /// After activate: whether enough serve the version, and it is not one that most of the pods that were asked refuse.
     pub fn after_activate(&self) -> Verdict {
         let installed = |row: &Row| row.step == Some(InstallStep::Installed);
-        let count = |wanted: &dyn Fn(&Row) -> bool| self.rows.iter().filter(|row| wanted(row)).count();
-        if is_refused_by_most(count(&|row| row.canary), count(&installed), count(&|row| !row.out() && !installed(row))) {
+        let mut ballot = Ballot::default();
+        for row in &self.rows {
+            match (row.canary, installed(row), row.out()) {
+                (true, _, _) => ballot.add(&row.name, Judgement::Refused),
+                (false, true, _) => ballot.add(&row.name, Judgement::Taken),
+                (false, false, false) => ballot.add(&row.name, Judgement::Undecided),
+                (false, false, true) => {}
+            }
+        }
+        if ballot.is_refused() {
             return Verdict::Fail(self.refused_by_canary());
         }
         self.verdict(UpdatePhase::Activate, |row| row.out() || installed(row), installed)

@@ -1,23 +1,16 @@
 //! Versions that replicas refuse by their canary, and when this counts for the group.
 //!
-//! A version is refused once more of its replicas refused it than accepted it, and the undecided ones cannot change that
-//! (`docs/decisions/0007-canary.md`). A refused number never counts again. If the group is at a refused version, this chooses the one to go
+//! A version is refused once more pods refused it than accepted it, and the undecided ones cannot change that
+//! (`docs/decisions/0007-canary.md`): a pod has one vote, however many engines it says it has. A refused number never counts again. If the group is at a refused version, this chooses the one to go
 //! back to: the highest lower version that a member keeps. `target.rs` does the rest. Below a majority, only the replicas that refuse do
 //! not serve.
 
-use crate::protocol::{HeldVersion, MemberName, MemberState, RefusedVersion, Role, Version, is_refused_by_most};
+use crate::protocol::{Ballot, HeldVersion, Judgement, MemberState, RefusedVersion, Role, Version};
 
 use super::{Membership, Reason};
 
 /// Refused versions that are remembered; of more, the lowest are forgotten, which cannot be published again anyway.
 pub(super) const REMEMBERED: usize = 16;
-
-/// The reports of replicas about one version.
-struct Votes {
-    refused: Vec<(MemberName, String)>,
-    taken: usize,
-    undecided: usize,
-}
 
 impl Membership {
     /// Counts the reports, and remembers what most refuse.
@@ -37,35 +30,36 @@ impl Membership {
         asked.sort_by(|a, b| (a.version, &a.manifest).cmp(&(b.version, &b.manifest)));
         asked.dedup();
         for held in asked {
-            let votes = self.votes(&held);
-            if is_refused_by_most(votes.refused.len(), votes.taken, votes.undecided) {
-                self.refuse(&held, &votes);
+            if let Some(why) = self.refused_by_most(&held) {
+                self.refuse(held.version, why);
             }
         }
     }
 
-    fn votes(&self, held: &HeldVersion) -> Votes {
-        let mut votes = Votes { refused: Vec::new(), taken: 0, undecided: 0 };
+    /// Why the version is refused for all, where it is.
+    fn refused_by_most(&self, held: &HeldVersion) -> Option<String> {
+        let (mut ballot, mut measured) = (Ballot::default(), Vec::new());
         for candidate in self.candidates.iter().filter(|candidate| candidate.role == Role::Rollout) {
             let Some((_, agent)) = self.agents.of(candidate).filter(|(_, agent)| agent.is_present()) else { continue };
             let Some(state) = &agent.state else { continue };
             let took = |installed: &HeldVersion| installed == held || installed.version > held.version;
-            if let Some(refused) = state.refused.iter().find(|refused| refused.held == *held) {
-                votes.refused.push((candidate.name.clone(), refused.measured.clone()));
+            let judgement = if let Some(refused) = state.refused.iter().find(|refused| refused.held == *held) {
+                measured.push(format!("{}: {}", candidate.name, refused.measured));
+                Judgement::Refused
             } else if !state.phase.must_not_serve() && state.installed.as_ref().is_some_and(took) {
-                votes.taken += 1;
+                Judgement::Taken
             } else if self.in_update(&candidate.name, agent) {
-                votes.undecided += 1;
-            }
+                Judgement::Undecided
+            } else {
+                continue;
+            };
+            ballot.add(&candidate.name, judgement);
         }
-        votes
+        let (refused, judged) = (ballot.refused(), ballot.judged());
+        ballot.is_refused().then(|| format!("{refused} of {judged} pods that judged it refuse it ({})", measured.join("; ")))
     }
 
-    fn refuse(&mut self, held: &HeldVersion, votes: &Votes) {
-        let number = held.version;
-        let measured: Vec<String> = votes.refused.iter().map(|(member, measured)| format!("{member}: {measured}")).collect();
-        let (refused, judged) = (votes.refused.len(), votes.refused.len() + votes.taken);
-        let why = format!("{refused} of {judged} replicas that judged it refuse it ({})", measured.join("; "));
+    fn refuse(&mut self, number: Version, why: String) {
         self.refused.insert(number, why.clone());
         while self.refused.len() > REMEMBERED {
             self.refused.pop_first();

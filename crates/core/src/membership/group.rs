@@ -200,8 +200,8 @@ impl Round {
     }
 }
 
-/// Chooses the members to leave out so that no pair is left that cannot reach each other. First the member in most pairs; on a tie a
-/// rollout before a source, and the reported member before the reporting one.
+/// Chooses the members to leave out so that no pair is left that cannot reach each other. First the member in pairs with most pods: all
+/// engines of a pod count once. On a tie a rollout before a source, and the reported member before the reporting one.
 pub(super) fn unreachable<'a>(
     reports: impl Iterator<Item = (&'a MemberName, &'a MemberName, &'a str)>,
     role: impl Fn(&MemberName) -> Option<Role>,
@@ -214,10 +214,11 @@ pub(super) fn unreachable<'a>(
         let others = |name: &MemberName| {
             let pairs =
                 open.iter().filter_map(|(one, other, _)| if *one == name { Some(*other) } else { Some(*one).filter(|_| *other == name) });
-            pairs.collect::<BTreeSet<_>>().len()
+            pairs.map(MemberName::voter).collect::<BTreeSet<_>>().len()
         };
-        let weight =
-            |name: &MemberName| (others(name), role(name) == Some(Role::Rollout), open.iter().filter(|report| report.1 == name).count());
+        let reporters =
+            |name: &MemberName| open.iter().filter(|report| report.1 == name).map(|report| report.0.voter()).collect::<BTreeSet<_>>().len();
+        let weight = |name: &MemberName| (others(name), role(name) == Some(Role::Rollout), reporters(name));
         let names: BTreeSet<&MemberName> = open.iter().flat_map(|(one, other, _)| [*one, *other]).collect();
         let worst = names.into_iter().max_by_key(|name| weight(name)).map_or_else(|| peer.clone(), Clone::clone);
         let cause = open.iter().find(|(one, other, _)| **one == worst || **other == worst).map_or("", |(_, _, cause)| *cause);

@@ -77,6 +77,9 @@ pub struct PoolSpec {
     pub ports: Vec<u16>,
     /// Whether the engines of a pod are those that registered with its agent ([`PodFacts::registered`]).
     pub registered: bool,
+    /// At most so many registered engines of a pod take part. None: as many as have GPUs for
+    /// their ranks, of those that the pod asks for; all where it asks for none.
+    pub max_registered: Option<u32>,
     /// Worker ranks of one replica.
     pub ranks: u32,
     /// Set when a replica is more than one pod.
@@ -145,6 +148,8 @@ pub struct PodFacts {
     /// Ports of the engines that registered with its agent, in ascending order. None until the agent reported to this controller: that is
     /// not the same as no engine.
     pub registered: Option<Vec<u16>>,
+    /// GPUs that its containers ask for.
+    pub gpus: u32,
     /// Why a pending pod makes no progress, as the kubelet or the scheduler reports, with the next step; `None` if neither says so.
     pub stuck: Option<String>,
 }
@@ -158,5 +163,20 @@ impl PodFacts {
     /// Whether it runs or will run: neither terminal nor terminating.
     pub fn is_live(&self) -> bool {
         !self.terminating && self.phase != PodPhase::Terminal
+    }
+}
+
+impl PoolSpec {
+    /// Ports of the engines of a pod that take part, and of those that are too many. A pod says by itself which engines are registered, so
+    /// something else bounds how many count.
+    pub fn engines<'a>(&'a self, pod: &'a PodFacts) -> (&'a [u16], &'a [u16]) {
+        if !self.registered {
+            return (&self.ports, &[]);
+        }
+        let ports = pod.registered.as_deref().unwrap_or_default();
+        let by_gpus = || Some(pod.gpus.checked_div(self.ranks)?.max(1)).filter(|_| pod.gpus > 0);
+        let most = self.max_registered.or_else(by_gpus);
+        let most = most.map_or(usize::MAX, |most| usize::try_from(most).unwrap_or(usize::MAX));
+        ports.split_at_checked(most).unwrap_or((ports, &[]))
     }
 }

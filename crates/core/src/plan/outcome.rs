@@ -67,6 +67,8 @@ pub enum LeftOutCode {
     NotReady,
     /// Which engines it has is not known: its agent has not reported to this controller.
     NotReported,
+    /// More engines of its pod are registered than may take part.
+    TooManyEngines,
     /// It has no container with the name in the spec.
     NoContainer,
     GroupLabelMissing,
@@ -91,6 +93,7 @@ impl LeftOutCode {
             Self::NotOptedIn
             | Self::SelectedTwice
             | Self::NoContainer
+            | Self::TooManyEngines
             | Self::GroupLabelMissing
             | Self::GroupTooLarge
             | Self::HeadUnclear
@@ -113,6 +116,7 @@ impl LeftOutCode {
             Self::NotReady => Reason::PodNotReady,
             Self::NotReported => Reason::AgentMissing,
             Self::NoContainer => Reason::PodMismatch,
+            Self::TooManyEngines => Reason::PodMismatch,
             Self::GroupLabelMissing => Reason::PodMismatch,
             Self::GroupIncomplete => Reason::PodNotReady,
             Self::GroupTooLarge => Reason::OrderMismatch,

@@ -65,10 +65,21 @@ pub(super) fn units<'a>(pool: &PoolSpec, pods: &[&'a PodFacts], left_out: &mut V
 fn single_pods<'a>(pool: &PoolSpec, pods: &[&'a PodFacts], left_out: &mut Vec<LeftOut>) -> Vec<Unit<'a>> {
     let mut units = Vec::new();
     for pod in pods {
-        let ports = if pool.registered { pod.registered.as_deref().unwrap_or_default() } else { &pool.ports };
+        let (ports, too_many) = pool.engines(pod);
         if ports.is_empty() {
             let (code, message) = unfit(pod).unwrap_or_else(|| no_engine(pod));
             left_out.push(pod_left_out(pool, pod, code, message));
+        }
+        for port in too_many {
+            let unit =
+                Unit { name: MemberName(format!("{}/{}:{port}", pool.name, pod.name)), head: pod, pods: vec![pod.to_ref()], port: *port };
+            let message = format!(
+                "pod {}: {} engines are registered, and {} of a pod take part: correct engine.maxRegistered, or the GPUs that the pod asks for",
+                pod.name,
+                ports.len() + too_many.len(),
+                ports.len()
+            );
+            left_out.push(unit.left_out(LeftOutCode::TooManyEngines, message));
         }
         for port in ports {
             // A registered engine may get company: its name must not change then.

@@ -45,6 +45,14 @@ impl fmt::Display for EpochId {
 #[serde(transparent)]
 pub struct MemberName(pub String);
 
+impl MemberName {
+    /// The name without the port of an engine: `POOL/POD`. All engines of one pod have one vote, because the pod itself says how many it
+    /// has. The controller makes these names.
+    pub fn voter(&self) -> &str {
+        self.0.split_once(':').map_or(&self.0, |(pod, _)| pod)
+    }
+}
+
 impl fmt::Display for MemberName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.0)

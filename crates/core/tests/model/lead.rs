@@ -90,7 +90,15 @@ impl Agent {
         let Some(mut leading) = self.leading.take() else { return };
         let min_ready = self.prepared.as_ref().map_or(1, |prepared| prepared.policy.min_ready as usize);
         let installed = leading.steps.values().filter(|step| **step == Some(InstallStep::Installed)).count();
-        let refused = !leading.feeding && is_refused_by_most(leading.refused.len(), installed, 0);
+        let judged = leading.steps.iter().filter_map(|(slot, step)| match (leading.refused.contains(slot), step) {
+            (true, _) => Some((member(*slot), Judgement::Refused)),
+            (false, Some(InstallStep::Installed)) => Some((member(*slot), Judgement::Taken)),
+            (false, _) => None,
+        });
+        let judged: Vec<_> = judged.collect();
+        let mut ballot = Ballot::default();
+        judged.iter().for_each(|(name, judgement)| ballot.add(name, *judgement));
+        let refused = !leading.feeding && ballot.is_refused();
         let enough = if leading.feeding { installed == leading.steps.len() } else { installed >= min_ready && !refused };
         leading.phase = if enough { UpdatePhase::Done } else { UpdatePhase::Failed };
         if enough && self.slot == 0 && !leading.feeding {

@@ -131,6 +131,16 @@ fn member_most_cannot_reach_is_left_out_never_the_source() {
     }
 }
 
+/// Each of six engines of one pod reported two honest replicas, which were both left out.
+#[test]
+fn many_engines_of_one_pod_blame_as_one() {
+    let honest = [name(1), name(2)];
+    let lying: Vec<MemberName> = (1..=6).map(|port| MemberName(format!("actors/liar:{port}"))).collect();
+    let reports = lying.iter().flat_map(|liar| honest.iter().map(move |peer| (liar, peer, "no route")));
+    let blamed = unreachable(reports, |_| Some(Role::Rollout));
+    assert_eq!(blamed.into_keys().collect::<Vec<_>>(), lying);
+}
+
 #[test]
 fn member_unreachable_by_others_is_left_out() {
     let mut desk = Desk::formed(3);

@@ -71,7 +71,7 @@ fn version_no_member_took_leaves_previous_and_spends_number() {
     assert_eq!((desk.member(1).standing, desk.member(1).reason), (MemberStanding::Dirty, Reason::VersionRefused));
     desk.obey(decisions);
     let message = refusal(&desk).unwrap();
-    for said in ["version 2: 2 of 2 replicas", "actors/r1: no number", "actors/r2: no number", "version 1 stays"] {
+    for said in ["version 2: 2 of 2 pods", "actors/r1: no number", "actors/r2: no number", "version 1 stays"] {
         assert!(message.contains(said), "{message}");
     }
     assert_eq!((version(&desk), desk.membership.view().refused), (Some(1), vec![2]));
@@ -108,7 +108,7 @@ fn counted_version_most_refuse_is_rolled_back() {
     let decisions = refuses(&mut desk, 3, 2);
     desk.obey(decisions);
     let message = refusal(&desk).unwrap();
-    assert!(message.contains("2 of 3 replicas") && message.contains("goes back to version 1"), "{message}");
+    assert!(message.contains("2 of 3 pods") && message.contains("goes back to version 1"), "{message}");
     let commit = reported(&desk, 1);
     assert_eq!((commit.current, commit.returned), (Some(held(1)), Some(Returned { to: 1, from: 2, pinned: false })));
     assert_eq!(version(&desk), Some(2), "until somebody serves the one before");

@@ -30,6 +30,24 @@ fn each_registered_engine_of_a_pod_is_a_replica() {
     assert_eq!((why(&plan, "actors/actor-2").code, plan.left_out.len()), (LeftOutCode::NotReady, 1));
 }
 
+/// A pod says by itself how many engines it has, and each counts for `minReady`.
+#[test]
+fn registered_engines_beyond_the_bound_take_no_part() {
+    let registers = PoolSpec { ports: vec![], registered: true, ..pool() };
+    let with = |gpus, ports: &[u16]| PodFacts { registered: Some(ports.to_vec()), gpus, ..actor(0) };
+    let left = |spec: PoolSpec, pod: PodFacts| {
+        let plan = plan(&world(spec, [pod]));
+        plan.left_out.iter().map(|left| (left.who.0.clone(), left.code)).collect::<Vec<_>>()
+    };
+    let too_many =
+        |ports: &[u16]| ports.iter().map(|port| (format!("actors/actor-0:{port}"), LeftOutCode::TooManyEngines)).collect::<Vec<_>>();
+    assert_eq!(left(registers.clone(), with(0, &[1, 2, 3])), []);
+    assert_eq!(left(registers.clone(), with(2, &[1, 2, 3])), too_many(&[3]));
+    assert_eq!(left(PoolSpec { ranks: 2, ..registers.clone() }, with(4, &[1, 2, 3])), too_many(&[3]));
+    assert_eq!(left(PoolSpec { ranks: 2, ..registers.clone() }, with(1, &[1, 2])), too_many(&[2]));
+    assert_eq!(left(PoolSpec { max_registered: Some(1), ..registers }, with(8, &[1, 2, 3])), too_many(&[2, 3]));
+}
+
 #[test]
 fn a_group_of_pods_is_one_replica_with_its_head_first() {
     let plan = plan(&world(grouped(2), [group_pod(1, 1), group_pod(0, 1), group_pod(0, 0), group_pod(1, 0)]));

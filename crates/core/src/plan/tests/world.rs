@@ -29,6 +29,7 @@ pub(super) fn pod(app: &str, index: u32, role: &str) -> PodFacts {
         index: Some(index),
         stable_name: true,
         registered: None,
+        gpus: 0,
         stuck: None,
         unready: None,
     }
@@ -61,6 +62,7 @@ pub(super) fn pool() -> PoolSpec {
         selector: selector("app", "actor"),
         ports: vec![8000],
         registered: false,
+        max_registered: None,
         ranks: 1,
         group: None,
         order: Order::Auto,
