@@ -119,6 +119,7 @@ impl Bench {
             api_key: None,
             served_model: Some(at("model")),
             record: None,
+            owner: "test".into(),
             processes,
             unproven_routes: false,
         });

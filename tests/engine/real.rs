@@ -41,6 +41,7 @@ pub fn adapter(server: &Server, served_model: Option<PathBuf>) -> Arc<dyn Engine
         api_key,
         served_model,
         record: None,
+        owner: "test".into(),
         processes: "/proc".into(),
         unproven_routes: false,
     };

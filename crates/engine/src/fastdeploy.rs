@@ -70,6 +70,7 @@ fn connect(config: EngineConfig) -> Result<Arc<dyn Engine>, EngineError> {
         model_directory: Mutex::new(config.served_model.clone()),
         seen: Mutex::default(),
         step: Mutex::default(),
+        owner: config.owner,
     };
     Ok(Arc::new(Adapter::new(server, config.served_model, None, config.processes)))
 }
@@ -83,6 +84,8 @@ struct Fastdeploy {
     seen: Mutex<Option<EngineProcess>>,
     /// The step that the next call of `/v1/update_weights` names.
     step: Mutex<Option<Step>>,
+    /// Whose steps it lays.
+    owner: String,
 }
 
 impl Fastdeploy {
@@ -326,7 +329,8 @@ impl Server for Fastdeploy {
     async fn stage(&self, from: &Path, until: Until) -> Result<Option<PathBuf>, EngineError> {
         let from = from.to_owned();
         if let Strategy::Steps(folder) = self.strategy() {
-            let step = of_files(folder.clone(), until, move || Step::lay(&folder, &from)).await?;
+            let owner = self.owner.clone();
+            let step = of_files(folder.clone(), until, move || Step::lay(&folder, &owner, &from)).await?;
             *self.step.lock() = Some(step.clone());
             return Ok(Some(step.directory));
         }

@@ -397,6 +397,9 @@ pub struct EngineConfig {
     /// File in which the adapter keeps the version of an engine without a version field; survives the agent. `None`: the version is known
     /// only while the agent runs.
     pub record: Option<PathBuf>,
+    /// Who asks: the agent's pod and the port of the engine, the same in each life of both. It is in the names of what the adapter writes into
+    /// a folder of the server, because other agents write there too. Letters, digits, `-` and `.`; anything else becomes `-`.
+    pub owner: String,
     /// Directory of processes: `/proc`, or the mount of another process namespace's.
     pub processes: PathBuf,
     /// Whether routes from GPU memory may be used that never ran on a GPU: SGLang's `update_weights_from_tensor`, vLLM's `ipc` backend.

@@ -109,6 +109,7 @@ fn vllm(folder: &Path) -> EngineFactory {
             api_key: None,
             served_model: None,
             record: Some(versions.join(format!("engine-{}.json", engine.port))),
+            owner: "test".into(),
             processes: "/proc".into(),
             unproven_routes: false,
         })

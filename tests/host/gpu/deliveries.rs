@@ -189,6 +189,7 @@ fn adapter(kind: &str, simulator: &Simulator, start: &Path) -> Arc<dyn Engine> {
         api_key: None,
         served_model: Some(start.to_owned()),
         record: None,
+        owner: "test".into(),
         processes: PathBuf::from("/proc"),
         unproven_routes: false,
     };

@@ -221,6 +221,7 @@ impl AgentArgs {
             None => ApiKey::from_env("WEIGHTSYNC_ENGINE_API_KEY")?,
         };
         let unproven_routes = unproven_routes();
+        let owner = format!("{}.{}", self.namespace, self.pod);
         let (host, served_model, versions) = (self.engine_host.clone(), self.model_dir.clone(), self.version_dir.clone());
         Ok(Arc::new(move |engine: &EngineAssignment, address: Option<IpAddr>| {
             let url = match address {
@@ -232,6 +233,7 @@ impl AgentArgs {
                 url,
                 api_key: api_key.clone(),
                 served_model: served_model.clone(),
+                owner: format!("{owner}.{}", engine.port),
                 record: Some(versions.join(format!("engine-{}.json", engine.port))),
                 processes: "/proc".into(),
                 unproven_routes,

@@ -4,7 +4,8 @@
 //! With `FD_USE_GDR_CHECKPOINT_TRANSFER=1`, FastDeploy reads a stream of checkpoint tensors from that library under a step's name, each
 //! rank by itself. Its models' own loaders shard them (`update_weights_by_gdr`, `rl/dynamic_weight_manager.py` at 49fe57cb, run on a CPU).
 //! Decides names and places of steps, and whether the server's response means that every rank read the whole step. A step is prepared
-//! before the server is paused, so the next one is fetched while the current one serves. It removes only steps that it wrote.
+//! before the server is paused, so the next one is fetched while the current one serves. Several servers may read from one folder: the name
+//! of a step holds the pod and port of its server, and an agent removes only steps of that name.
 
 use std::fs;
 use std::io;
@@ -32,9 +33,9 @@ impl Step {
         self.directory.file_name().unwrap_or_default().to_string_lossy().into_owned()
     }
 
-    /// Writes a version into the folder under its own name, and removes the agent's earlier ones.
-    pub(crate) fn lay(folder: &Path, from: &Path) -> Result<Self, EngineError> {
-        let laid = Self::try_lay(folder, from).map_err(|cause| {
+    /// Writes a version into the folder under its own name, and removes the earlier ones of the same owner.
+    pub(crate) fn lay(folder: &Path, owner: &str, from: &Path) -> Result<Self, EngineError> {
+        let laid = Self::try_lay(folder, owner, from).map_err(|cause| {
             let what = format!("the version cannot be laid into {}: {cause}", folder.display());
             unsupported(what, "let the agent write into the \"directory\" of the server's rsync_config (a volume that both mount)")
         })?;
@@ -43,14 +44,17 @@ impl Step {
         Ok(Self { tensors: checkpoint.specs().len(), directory: laid })
     }
 
-    fn try_lay(folder: &Path, from: &Path) -> io::Result<PathBuf> {
+    fn try_lay(folder: &Path, owner: &str, from: &Path) -> io::Result<PathBuf> {
+        let begin = begin_of(owner);
         for entry in fs::read_dir(folder)? {
             let entry = entry?;
-            if entry.file_name().to_string_lossy().starts_with(OURS) {
+            // The whole rest must be a number of ours: another owner's name may begin with this one.
+            let is_own = |name: &str| name.strip_prefix(&begin).is_some_and(|number| uuid::Uuid::try_parse(number).is_ok());
+            if is_own(&entry.file_name().to_string_lossy()) {
                 fs::remove_dir_all(entry.path())?;
             }
         }
-        let step = folder.join(format!("{OURS}{}", uuid::Uuid::new_v4().simple()));
+        let step = folder.join(format!("{begin}{}", uuid::Uuid::new_v4().simple()));
         fs::create_dir(&step)?;
         if from.is_file() {
             link(from, &step.join(SINGLE_FILE))?;
@@ -88,4 +92,10 @@ impl Step {
         }
         Ok(())
     }
+}
+
+/// The begin of the names of an owner's steps.
+fn begin_of(owner: &str) -> String {
+    let owner: String = owner.chars().map(|c| if c.is_ascii_alphanumeric() || c == '.' { c } else { '-' }).collect();
+    format!("{OURS}{owner}-")
 }

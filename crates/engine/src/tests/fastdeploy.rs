@@ -1,5 +1,6 @@
 //! FastDeploy alone: its snapshot, its message from GPU memory, its refusals, and its traps.
 
+use std::path::Path;
 use std::time::Duration;
 
 use serde_json::json;
@@ -201,17 +202,41 @@ async fn restarted_server_reads_a_whole_snapshot() {
 /// A server that reads steps from a folder by `update_weights`, and that folder.
 async fn steps_bench(ranks: usize, more: impl FnOnce(&mut SimulatorOptions)) -> (GpuBench, TempDir) {
     let folder = TempDir::new().unwrap();
-    let config = json!({"directory": folder.path()}).to_string();
+    (steps_bench_in(folder.path(), ranks, more).await, folder)
+}
+
+async fn steps_bench_in(folder: &Path, ranks: usize, more: impl FnOnce(&mut SimulatorOptions)) -> GpuBench {
+    let config = json!({"directory": folder}).to_string();
     let size = ranks.to_string();
     let words = ["--dynamic-load-weight", "--load_strategy", "rsync", "--rsync_config", &config, "--tensor-parallel-size", &size];
-    let on = GpuBench::start("fastdeploy", ranks, Some(&words), |options| {
+    GpuBench::start("fastdeploy", ranks, Some(&words), |options| {
         "rsync".clone_into(&mut options.fastdeploy.load_strategy);
         options.fastdeploy.gdr = true;
-        options.fastdeploy.transfer = Some(folder.path().to_owned());
+        options.fastdeploy.transfer = Some(folder.to_owned());
         more(options);
     })
-    .await;
-    (on, folder)
+    .await
+}
+
+/// Each agent removed the other's step, and one server stayed paused in the middle of an update.
+#[tokio::test]
+async fn servers_of_one_step_folder_leave_each_others_steps() {
+    let folder = TempDir::new().unwrap();
+    let servers = [steps_bench_in(folder.path(), 1, |_| {}).await, steps_bench_in(folder.path(), 1, |_| {}).await];
+    let install = |on: &GpuBench, version| {
+        let (engine, job) = (on.engine.clone(), job(&on.bench, version));
+        async move { engine.install(&job).await }
+    };
+    for version in [2, 3].repeat(6) {
+        let (one, two) = tokio::join!(install(&servers[0], version), install(&servers[1], version));
+        one.unwrap();
+        two.unwrap();
+    }
+    for on in &servers {
+        assert_eq!(on.bench.digest().await, on.bench.fresh_digest(3).await);
+        assert!(!on.bench.is_paused().await);
+    }
+    assert_eq!(folder.path().read_dir().unwrap().count(), 2, "one step of each");
 }
 
 #[tokio::test]

@@ -163,6 +163,7 @@ impl GpuBench {
             api_key: None,
             served_model: Some(bench.directory(1)),
             record,
+            owner: format!("test.{}", bench.simulator.address().port()),
             processes: processes.path().to_owned(),
             unproven_routes: false,
         };

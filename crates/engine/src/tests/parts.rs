@@ -43,6 +43,7 @@ fn the_registry_names_what_there_is() {
         api_key: None,
         served_model: None,
         record: None,
+        owner: "test".into(),
         processes: "/proc".into(),
         unproven_routes: false,
     };

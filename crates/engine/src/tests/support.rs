@@ -148,6 +148,7 @@ fn config(kind: &str, url: &str) -> EngineConfig {
         api_key: None,
         served_model: None,
         record: None,
+        owner: "test".into(),
         processes: "/proc".into(),
         unproven_routes: false,
     }

@@ -171,6 +171,7 @@ async fn toy_engine_serves_a_version_after_one_line_in_a_list() {
         api_key: None,
         served_model: Some(folder.path().join("1")),
         record: None,
+        owner: "test".into(),
         processes: "/proc".into(),
         unproven_routes: false,
     };

@@ -34,6 +34,7 @@ async fn bench((kind, ranks, ..): Way, wanted: bool) -> GpuBench {
         api_key: None,
         served_model: Some(on.bench.directory(1)),
         record: None,
+        owner: "test".into(),
         processes: on.processes.path().to_owned(),
         unproven_routes: wanted,
     })

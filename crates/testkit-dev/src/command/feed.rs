@@ -125,6 +125,7 @@ impl FeedArgs {
             api_key,
             served_model: self.model.clone(),
             record: None,
+            owner: "test".into(),
             processes: "/proc".into(),
             unproven_routes: weightsync_agent::command::unproven_routes(),
         })?;

@@ -216,6 +216,7 @@ impl Fixture {
             api_key: self.key.clone(),
             served_model: self.model.clone(),
             record: Some(self.record.clone()),
+            owner: "test".into(),
             processes: self.processes.clone(),
             unproven_routes: false,
         })?)

@@ -23,6 +23,7 @@ fn engine(fixture: &Fixture, kind: &str) -> Arc<dyn Engine> {
         api_key: None,
         served_model: Some(fixture.checkpoint.path().to_owned()),
         record: None,
+        owner: "test".into(),
         processes: PathBuf::from("/proc"),
         unproven_routes: false,
     };
