@@ -33,6 +33,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use async_trait::async_trait;
 use tokio::sync::{Notify, watch};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
@@ -325,6 +326,7 @@ impl Rollout {
 }
 
 /// A rollout feeds others from what lies in its directory.
+#[async_trait]
 impl Holder for Rollout {
     fn to_feed(&self, epoch: &Epoch) -> Option<Copy> {
         let current = epoch.current().filter(|_| epoch.feeds())?;
@@ -333,5 +335,12 @@ impl Holder for Rollout {
         }
         let version = self.holding(current)?;
         Some(Copy { held: version.held.clone(), algorithm: version.manifest.algorithm, source: version.source() })
+    }
+
+    async fn suspect(&self, held: &HeldVersion) {
+        if let Some(version) = self.holding(held) {
+            // What is found was logged, and a damaged copy is dropped.
+            let _checked = self.check_kept(&version).await;
+        }
     }
 }

@@ -15,6 +15,7 @@ mod tracked;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use async_trait::async_trait;
 use tokio::sync::watch;
 use tokio::time::{Instant, timeout_at};
 use tokio_util::sync::CancellationToken;
@@ -121,6 +122,7 @@ impl Source {
     }
 }
 
+#[async_trait]
 impl Holder for Source {
     fn to_feed(&self, epoch: &Epoch) -> Option<Copy> {
         let target = self.current(Some(epoch))?;

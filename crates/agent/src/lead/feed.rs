@@ -34,9 +34,13 @@ pub struct Copy {
 }
 
 /// Who keeps what others may lack.
+#[async_trait]
 pub trait Holder: Send + Sync {
     /// What this agent is to bring to members of the epoch that lack it; none when it does not hold it or is not asked to.
     fn to_feed(&self, epoch: &Epoch) -> Option<Copy>;
+
+    /// Compares the copy of a version that reached no one with its digests, and drops one that is damaged: another member feeds then.
+    async fn suspect(&self, _held: &HeldVersion) {}
 }
 
 pub struct Feeder {
@@ -158,6 +162,9 @@ impl Feeder {
         // Given up in the middle: no one is held off for that.
         let outcome = self.leader.lead(plan).await;
         let fed = outcome.map(|brought| brought.installed).unwrap_or_default();
+        if fed.is_empty() {
+            self.holder.suspect(&held).await;
+        }
         let mut held_off = lock(&self.held_off);
         let held_off = &mut held_off.members;
         for member in members {

@@ -6,6 +6,7 @@
 use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 
 use tokio::time::Instant;
@@ -98,7 +99,15 @@ impl Receiver {
         let manifest = agree(&self.update, &self.layout, self.algorithm, || arrived.hasher.finish(), &arrived.coverage, request)?;
         let digest = manifest.digest();
         let held = HeldVersion { version: self.update.version, manifest: digest };
-        Ok(Version { held, manifest, layout: self.layout.clone(), plan: self.plan.clone(), files: arrived.files, dir: arrived.dir })
+        Ok(Version {
+            held,
+            manifest,
+            layout: self.layout.clone(),
+            plan: self.plan.clone(),
+            files: arrived.files,
+            dir: arrived.dir,
+            given: AtomicBool::new(false),
+        })
     }
 
     fn write_segments(&self, arriving: &Arriving, offset: u64, part: &[u8]) -> std::io::Result<()> {

@@ -22,8 +22,9 @@ impl Rollout {
     /// Switches the engine. Ends when the engine confirmed or failed.
     pub(super) async fn switch(self: &Arc<Self>, version: Arc<Version>, policy: &UpdatePolicy) {
         let _switching = self.switching.lock().await;
-        // Long after it was received: what lay here unused is read once more.
-        if self.read(|state| state.versions.is_earlier(&version.held))
+        // What was not compared just now is read once more: the engine's container can write there, and memory can fail.
+        let first = version.is_given_first();
+        if (!first || self.read(|state| state.versions.is_earlier(&version.held)))
             && let Err(reason) = self.check_kept(&version).await
         {
             self.with(|state| state.copy_lost(format!("the kept copy of version {} is damaged: {reason}", version.held.version)));

@@ -6,6 +6,7 @@
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -32,12 +33,19 @@ pub struct Version {
     pub(super) plan: SafetensorsPlan,
     pub(super) files: Vec<File>,
     pub(super) dir: VersionDir,
+    /// Whether an engine was given it since its bytes were compared.
+    pub(super) given: AtomicBool,
 }
 
 impl Version {
     /// Where it lies, as this process sees it.
     pub fn dir(&self) -> &VersionDir {
         &self.dir
+    }
+
+    /// Notes that an engine is given it. True the first time: the bytes were compared just before.
+    pub(super) fn is_given_first(&self) -> bool {
+        !self.given.swap(true, Ordering::Relaxed)
     }
 
     /// Hashes all tensors again; an error names the first one that is not what was received. Blocks.

@@ -62,10 +62,12 @@ impl History {
         Ok(self.failed.as_ref().filter(|(failed, _)| *failed == version).and_then(|(_, manifest)| manifest.clone()))
     }
 
-    /// How the digests of a version's manifest are computed, where an earlier try settled it: another algorithm would make another manifest of
-    /// the very same weights.
-    pub fn algorithm(&self, version: Version) -> Option<DigestAlgorithm> {
-        self.algorithm.filter(|_| self.failed.as_ref().is_some_and(|(failed, manifest)| *failed == version && manifest.is_some()))
+    /// How the digests of a version's manifest are computed: as its way `asks`, until one try read all of it. Then another algorithm would make
+    /// another manifest of the very same weights, which a member may hold. A try over NCCL that broke before that settles nothing: bytes that
+    /// pass members need a digest that no member can forge.
+    pub fn algorithm(&self, version: Version, asks: DigestAlgorithm) -> DigestAlgorithm {
+        let settled = self.failed.as_ref().is_some_and(|(failed, manifest)| *failed == version && manifest.is_some());
+        self.algorithm.filter(|_| settled).unwrap_or(asks)
     }
 
     /// The group went back to a version, from numbers up to `from`. What was published here since counts all the same.

@@ -131,7 +131,6 @@ impl Source {
                 let current = self.current(Some(&epoch));
                 let mut history = lock(&self.history);
                 publish.must = history.admit(publish.version, current.as_ref())?;
-                publish.algorithm = history.algorithm(publish.version);
                 history.tried(publish.version);
             } else if publish.copy.is_none() {
                 let reason = publish.failed.as_ref().map_or_else(String::new, |(_, failure)| failure.message.clone());
@@ -173,7 +172,8 @@ impl Source {
         if publish.copy.is_none() && publish.kept.is_none() {
             publish.kept = self.keeper(epoch, publish, &layout);
         }
-        let algorithm = *publish.algorithm.get_or_insert(epoch.algorithm());
+        let algorithm = lock(&self.history).algorithm(publish.version, epoch.algorithm());
+        publish.algorithm = Some(algorithm);
         let keeper = publish.kept.clone().filter(|_| publish.copy.is_none());
         let mut copy = publish.copy.as_ref().and_then(|copy| copy.source());
         publish.streamed = None;

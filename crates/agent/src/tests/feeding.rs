@@ -126,6 +126,25 @@ async fn damaged_kept_copy_is_not_installed_and_source_feeds() {
     assert_ne!(rollout.engine.get(|inside| inside.directory.clone()).unwrap(), directory);
 }
 
+/// What an engine was given once may have changed since: its container can write there.
+#[tokio::test(flavor = "multi_thread")]
+async fn copy_damaged_after_a_failed_load_is_not_given_again() {
+    let mut fixture = Fixture::new();
+    let (source, rollouts) = (fixture.source(), fixture.rollouts(2));
+    fixture.form(&[&source, &rollouts[0], &rollouts[1]], Some(&source)).await;
+    rollouts[1].engine.set(|inside| inside.fault = Fault::FailsInLoad);
+    publish(&source, 1, TestSource::of(1)).outcome().await.unwrap();
+    rollouts[1].until("dirty", |state| state.phase == MemberPhase::Dirty).await;
+    let copy = rollouts[1].rollout().holding(&source.state().installed.unwrap()).unwrap();
+    let file = std::fs::OpenOptions::new().write(true).open(copy.dir().path().join("model.safetensors")).unwrap();
+    std::os::unix::fs::FileExt::write_at(&file, &[0xff], file.metadata().unwrap().len() - 3).unwrap();
+    drop(copy);
+    rollouts[1].engine.set(|inside| inside.fault = Fault::None);
+    rollouts[1].until_installed(1).await;
+    let (layout, bytes) = weights(1);
+    assert_eq!(rollouts[1].engine.serves(), Some(served(&layout, &bytes)));
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_dirty_engine_is_never_ready_and_is_fed_in_full() {
     let mut fixture = Fixture::new();

@@ -335,6 +335,20 @@ fn numbers_grow_and_failed_one_needs_its_own_manifest() {
     assert_eq!(history.admit(7, None), Ok(None));
 }
 
+/// NCCL broke in the middle, and the next try goes over TCP: members could forge the digest for GPUs.
+#[test]
+fn digest_of_a_broken_try_does_not_hold_for_the_next() {
+    use DigestAlgorithm::{Blake3, Gsum64};
+    let mut history = History::default();
+    history.tried(1);
+    assert_eq!(history.algorithm(1, Gsum64), Gsum64);
+    assert_eq!(history.algorithm(1, Blake3), Blake3);
+    // All of it was read once: members may hold it under that manifest.
+    history.read(&HeldVersion { version: 1, manifest: "one".into() }, Gsum64);
+    assert_eq!(history.algorithm(1, Blake3), Gsum64);
+    assert_eq!(history.algorithm(2, Blake3), Blake3);
+}
+
 #[test]
 fn readiness_is_a_table() {
     let known = Assigned { known: true, serve_before_first_version: true, suspended: false, current: None, returned: None, newest: None };

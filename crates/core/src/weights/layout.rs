@@ -8,6 +8,7 @@
 mod cuts;
 
 use std::collections::HashSet;
+use std::sync::OnceLock;
 
 use serde::{Deserialize, Serialize};
 
@@ -134,6 +135,9 @@ pub struct Layout {
     /// Where the stream is cut.
     #[serde(default, skip_serializing_if = "is_even")]
     pub cuts: Cuts,
+    /// The buckets between tensors, once one was asked for: they follow from the rest.
+    #[serde(skip)]
+    found: Found,
 }
 
 /// Why a list of tensors has no layout.
@@ -183,13 +187,14 @@ impl Layout {
             .zip(places)
             .map(|(tensor, (offset, bytes))| Entry { tensor, encoding: Encoding::Plain, offset, bytes })
             .collect();
-        Ok(Self { artifact: artifact.into(), entries, total_bytes, bucket_bytes, cuts: Cuts::Even })
+        Ok(Self { artifact: artifact.into(), entries, total_bytes, bucket_bytes, cuts: Cuts::Even, found: Found::default() })
     }
 
     /// The same stream, cut between tensors.
     #[must_use]
     pub fn cut_between_tensors(mut self) -> Self {
         self.cuts = Cuts::BetweenTensors;
+        self.found = Found::default();
         self
     }
 
@@ -222,11 +227,11 @@ impl Layout {
     pub fn bucket_count(&self) -> u32 {
         match self.cuts {
             Cuts::Even => count_buckets(self.total_bytes, self.bucket_bytes).unwrap_or(u32::MAX),
-            Cuts::BetweenTensors => u32::try_from(self.buckets().count()).unwrap_or(u32::MAX),
+            Cuts::BetweenTensors => u32::try_from(self.found.of(self).len()).unwrap_or(u32::MAX),
         }
     }
 
-    /// The bucket with that sequence.
+    /// The bucket with that sequence. Takes the same time for each, after the first question.
     pub fn bucket(&self, sequence: u32) -> Option<Bucket> {
         match self.cuts {
             Cuts::Even => {
@@ -234,17 +239,13 @@ impl Layout {
                 let bytes = self.total_bytes.checked_sub(offset)?.min(self.bucket_bytes);
                 (bytes > 0).then_some(Bucket { sequence, offset, bytes })
             }
-            Cuts::BetweenTensors => self.buckets().nth(usize::try_from(sequence).ok()?),
+            Cuts::BetweenTensors => self.found.of(self).get(usize::try_from(sequence).ok()?).copied(),
         }
     }
 
     /// All buckets in the order of sending.
     pub fn buckets(&self) -> impl Iterator<Item = Bucket> + '_ {
-        let mut cuts = cuts::Between::new(self);
-        (0_u32..).map_while(move |sequence| match self.cuts {
-            Cuts::Even => self.bucket(sequence),
-            Cuts::BetweenTensors => cuts.next().map(|(offset, bytes)| Bucket { sequence, offset, bytes }),
-        })
+        (0_u32..).map_while(move |sequence| self.bucket(sequence))
     }
 
     /// Length of the longest bucket in bytes: the size of a place for any bucket.
@@ -272,6 +273,28 @@ impl Layout {
         self.entries.iter().map(|entry| &entry.tensor)
     }
 }
+
+/// The buckets of a layout that is cut between tensors, found once. It is no part of what two layouts differ by.
+#[derive(Debug, Clone, Default)]
+struct Found(OnceLock<Box<[Bucket]>>);
+
+impl Found {
+    fn of(&self, layout: &Layout) -> &[Bucket] {
+        let find = || {
+            let cuts = (0_u32..).zip(cuts::Between::new(layout));
+            cuts.map(|(sequence, (offset, bytes))| Bucket { sequence, offset, bytes }).collect()
+        };
+        self.0.get_or_init(find)
+    }
+}
+
+impl PartialEq for Found {
+    fn eq(&self, _: &Self) -> bool {
+        true
+    }
+}
+
+impl Eq for Found {}
 
 #[allow(clippy::trivially_copy_pass_by_ref)]
 fn is_even(cuts: &Cuts) -> bool {

@@ -68,7 +68,9 @@ impl<F: Archived> Versions<F> {
 
     /// A copy is damaged.
     pub(in crate::rollout) fn damaged(&mut self, version: &Arc<F>) {
-        self.kept = self.kept.take().filter(|kept| !Arc::ptr_eq(kept, version));
+        let other = |files: &Arc<F>| !Arc::ptr_eq(files, version);
+        self.kept = self.kept.take().filter(other);
+        self.staged = self.staged.take().filter(other);
         self.earlier.remove(version.held());
     }
 

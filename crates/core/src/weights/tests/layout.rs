@@ -124,6 +124,25 @@ proptest! {
     }
 }
 
+/// Each call walked over all tensors before the bucket: with many tensors most of the time of a member went there.
+#[test]
+fn last_bucket_is_found_as_fast_as_the_first() {
+    let specs = (0..50_000).map(|number| tensor(&format!("w{number}"), Dtype::U8, &[16])).collect();
+    let layout = Layout::new("model", specs, 128).unwrap().cut_between_tensors();
+    let count = layout.bucket_count();
+    assert!(count > 20_000, "{count}");
+    let time = |from: u32| {
+        let begun = std::time::Instant::now();
+        let bytes: u64 = (from..from + 1_000).map(|sequence| layout.bucket(sequence).unwrap().bytes).sum();
+        assert!(bytes > 0);
+        begun.elapsed()
+    };
+    let _warm = time(0);
+    let first = (0..5).map(|_| time(0)).min().unwrap();
+    let last = (0..5).map(|_| time(count - 1_000)).min().unwrap();
+    assert!(last < first * 20 + std::time::Duration::from_micros(200), "{first:?} for the first 1,000, {last:?} for the last");
+}
+
 #[test]
 fn cut_between_tensors_every_bucket_holds_whole_tensors() {
     let specs = vec![
