@@ -27,7 +27,7 @@ use weightsync_coordinator::{
 use weightsync_core::membership::{LeftOut, MembershipConfig, Restored};
 use weightsync_core::plan::Candidate;
 use weightsync_core::protocol::*;
-use weightsync_core::weights::TensorSpec;
+use weightsync_core::weights::{IgnoredTensors, TensorSpec};
 use weightsync_engine::{
     Engine, EngineError, EngineStart, Fit, Health, Holding, InstallError, InstallJob, InstallReport, Settled, Settling,
 };
@@ -62,7 +62,7 @@ impl Engine for Idle {
         Ok(())
     }
     fn fits(&self, _tensors: &[TensorSpec]) -> Result<Fit, EngineError> {
-        Ok(Fit::Whole)
+        Ok(Fit::WHOLE)
     }
     async fn health(&self, _deadline: Duration) -> Result<Health, EngineError> {
         Ok(Health { start: EngineStart("1".into()), holding: Some(Holding::Startup) })
@@ -152,6 +152,7 @@ impl Operator {
             newest: None,
             suspended: false,
             hindrance: None,
+            ignored: IgnoredTensors::default(),
             transport: TransportPolicy::default(),
         };
         self.claim_with(object, pods, &assignment, None)

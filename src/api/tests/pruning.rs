@@ -33,12 +33,9 @@ fn engine() -> impl Strategy<Value = Engine> {
     let kind = prop::sample::select(weightsync_engine::ENGINES.iter().map(|engine| EngineKind::from(*engine)).collect::<Vec<_>>());
     let key = of((TEXT, TEXT).prop_map(|(name, key)| SecretKey { name, key }));
     let discovery = prop::sample::select(vec![Discovery::Ports, Discovery::Registered]);
-    (kind, prop::collection::vec(1..65_536, 0..3), discovery, key).prop_map(|(kind, ports, discovery, api_key_secret_ref)| Engine {
-        kind,
-        ports,
-        discovery,
-        api_key_secret_ref,
-    })
+    let tensors = prop::collection::vec(TEXT, 0..3).prop_map(|ignore| EngineTensors { ignore });
+    (kind, prop::collection::vec(1..65_536, 0..3), discovery, tensors, key)
+        .prop_map(|(kind, ports, discovery, tensors, api_key_secret_ref)| Engine { kind, ports, discovery, tensors, api_key_secret_ref })
 }
 
 fn pool() -> impl Strategy<Value = Pool> {

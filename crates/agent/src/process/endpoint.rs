@@ -332,6 +332,7 @@ impl Running {
                 current: assignment.current.clone(),
                 returned: assignment.returned,
                 newest: assignment.newest,
+                ignored: assignment.ignored.clone(),
             });
         }
     }

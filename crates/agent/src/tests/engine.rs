@@ -147,7 +147,7 @@ impl Engine for TestEngine {
             Some(needed) if !tensors.iter().any(|tensor| tensor.name == needed) => {
                 Err(EngineError::Unsupported { what: format!("tensor {needed} is missing"), next_step: "publish all tensors".into() })
             }
-            _ => Ok(Fit::Unchecked("its start-up weights are nowhere".into())),
+            _ => Ok(Fit::Unchecked { why: "its start-up weights are nowhere".into(), tied: false }),
         }
     }
 
