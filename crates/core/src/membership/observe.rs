@@ -105,7 +105,7 @@ impl Membership {
             self.one_came_back();
         }
         let unchecked = |state: &MemberState| state.engine.as_ref().and_then(EngineFacts::nothing_compared);
-        // Said of a member only: what was known before it had a name was not said.
+        // Reported of members only, so what was known before it had a name was not.
         let before = self.agents.get(&life).and_then(|agent| agent.state.as_ref()).filter(|before| before.member.is_some());
         let known = before.and_then(unchecked);
         if let Some(why) = unchecked(&state).filter(|why| name.is_some() && known.as_ref() != Some(why)) {
