@@ -54,7 +54,9 @@ pub fn object(name: &str, actors: &[Actor], mut transport: Value, delivery: &str
     transport.as_object_mut().unwrap().extend(taken(&["bucketMiB"]));
     let canary = taken(&["canary"]);
     if let Some(tensors) = taken(&["tensors"]).remove("tensors") {
-        rollouts.iter_mut().for_each(|rollout| rollout["engine"]["tensors"] = tensors.clone());
+        for rollout in &mut rollouts {
+            rollout["engine"]["tensors"] = tensors.clone();
+        }
     }
     let health = taken(&["health"]).remove("health");
     let timeout = fields.get("timeoutSeconds").map_or(20, |seconds| seconds.as_u64().unwrap());
