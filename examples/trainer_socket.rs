@@ -280,6 +280,7 @@ async fn take(mut job: PublishJob, args: &Args, gpu: Option<&Gpu>) -> anyhow::Re
         behind: vec![(MemberName("actors/b".into()), "engine does not answer".into())],
         phases_ms: vec![("transfer".into(), 1)],
         mixed: Vec::new(),
+        notes: Vec::new(),
     });
     Ok(true)
 }

@@ -35,7 +35,7 @@ pub use policy::{
     Agent, BeforeFirstVersion, Digest, Health, Join, KvCache, Launch, Membership, NCCL_ENV, OnWedged, Pause, Preflight, Readiness,
     Transport, TransportType, Update,
 };
-pub use pool::{Discovery, Engine, Pool, Replica, SecretKey};
+pub use pool::{Discovery, Engine, EngineTensors, Pool, Replica, SecretKey};
 pub use selector::{PodSelector, SelectorOperator, SelectorRequirement};
 pub use spec::{Delivery, Order, Trainer, WeightSync, WeightSyncSpec};
 pub use status::{

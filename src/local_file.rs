@@ -13,6 +13,7 @@ use serde_json::Value;
 use crate::api::{Discovery, DocumentError, EngineKind, OnWedged, Pool, WeightSync, check_version, read_document, validate};
 use weightsync_coordinator::local::default_policy;
 use weightsync_core::protocol::UpdatePolicy;
+use weightsync_core::weights::IgnoredTensors;
 
 /// The kind of the document with the processes.
 const PROCESSES: &str = "LocalProcesses";
@@ -32,6 +33,8 @@ pub struct Rollout {
     pub process: RolloutProcess,
     pub pool: String,
     pub kind: EngineKind,
+    /// Tensors that a version is not compared by.
+    pub ignored: IgnoredTensors,
     pub ranks: u32,
     /// Port of its engine on 127.0.0.1.
     pub port: u16,
@@ -193,7 +196,8 @@ fn check(object: &WeightSync, processes: &LocalProcesses) -> Result<Vec<Rollout>
             return Err(format!("rollouts {}: port {port} is 0 or used twice: set port", process.name));
         }
         let ranks = u32::try_from(pool.ranks).unwrap_or(1);
-        rollouts.push((place, Rollout { process: process.clone(), pool: pool.name.clone(), kind: pool.engine.kind, ranks, port }));
+        let (kind, ignored) = (pool.engine.kind, pool.engine.ignored());
+        rollouts.push((place, Rollout { process: process.clone(), pool: pool.name.clone(), kind, ignored, ranks, port }));
     }
     rollouts.sort_by_key(|(place, _)| *place);
     let most = u32::try_from(rollouts.len()).unwrap_or(u32::MAX);

@@ -75,7 +75,20 @@ def test_every_block_of_python_runs_as_written(code: str, names: dict[str, Any],
 def test_there_are_as_many_blocks_as_the_page_has() -> None:
     fences = re.findall(r"^```(\w*)$", TEXT, re.MULTILINE)
     # Each block has two fences; the closing one names no language.
-    assert fences[::2] == ["python", "text", "python", "python", "python", "python", "python", "python", "python", "python", "console"]
+    assert fences[::2] == [
+        "python",
+        "text",
+        "python",
+        "python",
+        "python",
+        "python",
+        "python",
+        "python",
+        "python",
+        "python",
+        "python",
+        "console",
+    ]
 
 
 def test_publish_result_and_printed_output_are_as_documented(programs: Path, tmp_path: Path) -> None:

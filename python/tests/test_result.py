@@ -2,7 +2,10 @@
 
 import json
 
+import pytest
+
 from weightsync import MixedWindow, Result, Roster
+from weightsync._notes import warn_once
 
 MESSAGE = {
     "version": 7,
@@ -22,6 +25,17 @@ def test_mixed_windows_are_typed_and_survive_json() -> None:
     assert result.mixed == {"actors/a": (MixedWindow(7, 100, 140),)}
     assert Result.of_plain(json.loads(json.dumps(result.plain()))) == result
     assert Result.of(MESSAGE).mixed == {}
+
+
+def test_notes_survive_json_and_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    note = "its names and shapes were compared with those of version 6 only: it cannot be read"
+    result = Result.of({**MESSAGE, "notes": [["actors/a", [note]]]})
+    assert result.notes == {"actors/a": (note,)}
+    assert Result.of_plain(json.loads(json.dumps(result.plain()))) == result
+    assert Result.of(MESSAGE).notes == {}
+    for version in ("6", "7"):
+        warn_once(Result.of({**MESSAGE, "notes": [["actors/a", [note.replace("6", version)]]]}))
+    assert [record.getMessage() for record in caplog.records] == [f"version 7 at actors/a: {note}"]
 
 
 def test_a_sample_is_of_a_mixture_when_it_touches_a_window() -> None:

@@ -26,12 +26,13 @@ from .errors import (
 )
 from .publisher import Publisher, PublishHandle
 from .result import MixedWindow, Progress, Replica, Result, Roster
-from .sources import fsdp2, module, sharded, state_dict, stream, with_draft
+from .sources import KEPT_IN_FLOAT32, fsdp2, module, sharded, state_dict, stream, with_draft
 from .topology import Topology
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "KEPT_IN_FLOAT32",
     "AgentLost",
     "Cancelled",
     "EngineRegistration",

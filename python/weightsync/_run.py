@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
+from . import _notes
 from ._connection import Connection, Published
 from ._cuda import Cuda
 from ._group import Group
@@ -103,7 +104,9 @@ class Run:
         mine = None
         if self.group.rank == 0:
             published = self._known()
-            mine = (published.result or Result(self.version, staged=True, memory=published.memory)).plain()
+            result = published.result or Result(self.version, staged=True, memory=published.memory)
+            _notes.warn_once(result)
+            mine = result.plain()
         return Result.of_plain(self.group.gather(mine)[0])
 
     def activate(self) -> None:

@@ -70,6 +70,8 @@ class Result:
     phases_ms: Mapping[str, int] = field(default_factory=dict)
     mixed: Mapping[str, tuple[MixedWindow, ...]] = field(default_factory=dict)
     """Replicas whose engine answered requests while this version was loaded, and when. Replicas that paused are absent."""
+    notes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Replicas whose engine's checkpoint does not quite agree with the tensors, and how: some lose precision, or nothing was compared."""
     staged: bool = False
     memory: str = "host"
     """Where the tensors were written: `gpu UUID`, `host`, or `host: ` and why not on the GPU that they lie on."""
@@ -87,20 +89,23 @@ class Result:
             manifest=str(message["manifest"]),
             phases_ms=dict(message["phasesMs"]),
             mixed={name: _windows(windows) for name, windows in message.get("mixed", ())},
+            notes={name: tuple(notes) for name, notes in message.get("notes", ())},
             memory=memory,
         )
 
     def plain(self) -> dict[str, Any]:
         """As JSON, for the other ranks of a group."""
         mixed = {name: [dict(window.__dict__) for window in windows] for name, windows in self.mixed.items()}
+        notes = {name: list(notes) for name, notes in self.notes.items()}
         lists = {"installed": list(self.installed), "behind": dict(self.behind), "phases_ms": dict(self.phases_ms), "mixed": mixed}
-        return {**self.__dict__, **lists}
+        return {**self.__dict__, **lists, "notes": notes}
 
     @staticmethod
     def of_plain(plain: Mapping[str, Any]) -> Result:
         """The inverse of `plain`."""
         mixed = {name: tuple(MixedWindow(**window) for window in windows) for name, windows in plain["mixed"].items()}
-        return Result(**{**plain, "installed": tuple(plain["installed"]), "mixed": mixed})
+        notes = {name: tuple(notes) for name, notes in plain["notes"].items()}
+        return Result(**{**plain, "installed": tuple(plain["installed"]), "mixed": mixed, "notes": notes})
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -19,17 +20,24 @@ _WRAPPER_CLASSES = frozenset({"DistributedDataParallel", "DataParallel", "DeepSp
 """Modules whose `module` is the model: a part of a name that is of a wrapper only there."""
 
 
+KEPT_IN_FLOAT32 = ("*.e_score_correction_bias", "*.expert_bias", "*.moe_statics.*")
+"""Biases of routers: rounded ones choose other experts. Checkpoints and engines have them in float32."""
+
+
 def state_dict(tensors: Mapping[str, Any]) -> Source:
     """Tensors by name: torch, numpy, or buffers. DTensors are gathered when the publisher has a group."""
     return _Named(lambda: tensors, None)
 
 
-def module(model: Any, dtype: Any = None) -> Source:
+def module(model: Any, dtype: Any = None, keep: Iterable[str] | None = None) -> Source:
     """All parameters and persistent buffers of a torch module, converted to `dtype` where they are floating-point and it is given.
+
+    `keep` names tensors that keep their own type, such as `["*.router.weight"]`; `*` stands for any characters. Without it these are
+    `KEPT_IN_FLOAT32`, and what a model of transformers keeps in float32 itself when it is loaded in `dtype`. `keep=()` converts all.
 
     A parameter that has several names (tied embeddings) is published once, under its first: so do checkpoints, and engines tie it again.
     """
-    return _Named(lambda: module_tensors(model), dtype)
+    return _Named(lambda: module_tensors(model), dtype, _kept(model, dtype) if keep is None else _matching(keep))
 
 
 def module_tensors(model: Any) -> Mapping[str, Any]:
@@ -38,12 +46,12 @@ def module_tensors(model: Any) -> Mapping[str, Any]:
     return _clean(_untied(model), _wrapped(model))
 
 
-def fsdp2(model: Any, dtype: Any = None) -> Source:
+def fsdp2(model: Any, dtype: Any = None, keep: Iterable[str] | None = None) -> Source:
     """A model that `torch.distributed.fsdp.fully_shard` was applied to: each tensor is converted, then gathered, one at a time.
 
-    Every rank calls publish with it; the gathered tensor lives on each rank until the next one.
+    Every rank calls publish with it; the gathered tensor lives on each rank until the next one. `dtype` and `keep` are those of `module`.
     """
-    return module(model, dtype)
+    return module(model, dtype, keep)
 
 
 def stream(factory: Callable[[], Iterable[tuple[str, Any]]], metas: Iterable[Any]) -> Source:
@@ -105,20 +113,21 @@ def as_source(what: Any) -> Source:
 class _Named(Source):
     """Tensors by name; DTensors are made full one at a time."""
 
-    def __init__(self, tensors: Callable[[], Mapping[str, Any]], dtype: Any) -> None:
+    def __init__(self, tensors: Callable[[], Mapping[str, Any]], dtype: Any, keeps: re.Pattern[str] | None = None) -> None:
         self._tensors = tensors
         self._dtype = dtype_name(dtype) if dtype is not None else None
+        self._keeps = keeps
 
     def metas(self) -> list[Meta]:
         listed = ((name, *describe_named(name, tensor)) for name, tensor in self._items())
-        return metas_of((name, self._target(dtype) or dtype, shape) for name, dtype, shape in listed)
+        return metas_of((name, self._target(name, dtype) or dtype, shape) for name, dtype, shape in listed)
 
     def known(self) -> Iterable[Any]:
         return (tensor for _, tensor in self._items())
 
     def tensors(self, group: Group) -> Iterator[tuple[str, Any]]:
         for name, tensor in self._items():
-            target = self._dtype and self._target(describe_named(name, tensor)[0])
+            target = self._dtype and self._target(name, describe_named(name, tensor)[0])
             if target is not None:
                 # Before the gather: half the bytes for float32 to bfloat16.
                 tensor = _convert(tensor, target)
@@ -135,9 +144,10 @@ class _Named(Source):
                 raise TypeError(f"{name} is a {type(tensor).__name__}: a state dict of tensors is needed, not one of state dicts")
             yield name, tensor
 
-    def _target(self, dtype: str) -> str | None:
-        """The type to convert to; integers and booleans stay what they are."""
-        return self._dtype if dtype.startswith(("F", "BF")) else None
+    def _target(self, name: str, dtype: str) -> str | None:
+        """The type to convert to; integers, booleans and what is kept stay what they are."""
+        kept = self._keeps is not None and self._keeps.search(name)
+        return self._dtype if dtype.startswith(("F", "BF")) and not kept else None
 
 
 class _Stream(Source):
@@ -206,6 +216,25 @@ class _WithDraft(Source):
     def tensors(self, group: Group) -> Iterator[tuple[str, Any]]:
         yield from self._model.tensors(group)
         yield from self._draft.tensors(group)
+
+
+def _matching(patterns: Iterable[str], parts: Iterable[str] = ()) -> re.Pattern[str] | None:
+    """Finds names that a pattern matches as a whole, or that have one of these parts between dots; None for no name at all."""
+    if isinstance(patterns, str):
+        raise TypeError(f"keep takes a list of patterns, not one text: keep=[{patterns!r}]")
+    whole = [rf"^{re.escape(pattern).replace(re.escape('*'), '.*')}$" for pattern in patterns]
+    between = [rf"(?:^|\.){re.escape(part)}(?:\.|$)" for part in parts]
+    return re.compile("|".join([*whole, *between])) if whole or between else None
+
+
+def _kept(model: Any, dtype: Any) -> re.Pattern[str] | None:
+    """What keeps float32 by default: transformers has two lists for that (`_dtype_plan`), one of which counts for float16 alone."""
+    lists = {"BF16": ["_keep_in_fp32_modules_strict"], "F16": ["_keep_in_fp32_modules_strict", "_keep_in_fp32_modules"]}
+    counted = lists.get(dtype_name(dtype), []) if dtype is not None else []
+    modules = getattr(model, "modules", None)
+    every = list(modules()) if counted and callable(modules) else []
+    parts = {part for each in every for name in counted for part in getattr(each, name, None) or ()}
+    return _matching(KEPT_IN_FLOAT32, sorted(parts)) if counted else None
 
 
 def _convert(tensor: Any, dtype: str) -> Any:

@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::engine_kind::{described, ports_described};
 use super::{EngineKind, Order, PodSelector};
+use weightsync_core::weights::{IgnoredTensors, LONGEST_PATTERN, MOST_PATTERNS};
 
 /// A pool of rollouts with the same engine and settings.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
@@ -76,10 +77,33 @@ pub struct Engine {
     #[schemars(range(min = 1, max = 16))]
     pub max_registered: Option<i32>,
 
+    /// How tensors of a version are compared with those that the server loaded when it was started.
+    #[serde(default, skip_serializing_if = "EngineTensors::is_default")]
+    pub tensors: EngineTensors,
+
     /// Key of a Secret in the same namespace with the server's API key. Only for `agent.launch: Ephemeral`. Each pod must name it in its
     /// annotation `weightsync.dev/api-key-secret: SECRET/KEY`; otherwise it gets no agent. Default: none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub api_key_secret_ref: Option<SecretKey>,
+}
+
+/// How tensors of a version are compared with those that the server loaded when it was started.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct EngineTensors {
+    /// Names of tensors that the server's loader skips, such as `*.inv_freq`: a version may lack them or bring them. `*` stands for any
+    /// characters. A tensor that the server does use keeps its old value where a version lacks it, and the result of the publish names it.
+    /// Tables of rotary embeddings, tied heads and layers that predict further tokens need no pattern. Default: none.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = MOST_PATTERNS), inner(length(min = 1, max = LONGEST_PATTERN), regex(pattern = "^[!-~]*[A-Za-z0-9][!-~]*$")))]
+    #[x_kube(merge_strategy = ListMerge::Set)]
+    pub ignore: Vec<String>,
+}
+
+impl EngineTensors {
+    fn is_default(&self) -> bool {
+        self.ignore.is_empty()
+    }
 }
 
 /// How the agent finds the engines of its pod.
@@ -127,6 +151,11 @@ pub struct Replica {
 }
 
 impl Engine {
+    /// Tensors that a version is not compared by, in the agents' protocol.
+    pub fn ignored(&self) -> IgnoredTensors {
+        IgnoredTensors::new(self.tensors.ignore.clone())
+    }
+
     /// Its ports: those of the spec, or the default port of its kind. Empty if its engines register.
     pub fn ports(&self) -> Vec<i32> {
         if self.discovery == Discovery::Registered {

@@ -12,6 +12,7 @@ use super::engine_kind::broken;
 use super::{
     Delivery, Discovery, Launch, NCCL_ENV, Order, Pause, PodSelector, Pool, SelectorOperator, Transport, TransportType, WeightSyncSpec,
 };
+use weightsync_core::weights::{MOST_PATTERNS, is_pattern};
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Problem {
@@ -102,6 +103,18 @@ fn check_pool(problems: &mut Problems, field: &str, pool: &Pool) {
     problems.expect(distinct.len() == ports.len(), &at, "a port is listed twice");
     for port in ports {
         problems.range(&at, i64::from(*port), 1, 65_535);
+    }
+    let ignored = &pool.engine.tensors.ignore;
+    let at = format!("{field}.engine.tensors.ignore");
+    problems.expect(ignored.len() <= MOST_PATTERNS, &at, "there must be at most 64 patterns");
+    let distinct: BTreeSet<_> = ignored.iter().collect();
+    problems.expect(distinct.len() == ignored.len(), &at, "a pattern is listed twice");
+    for pattern in ignored {
+        problems.expect(
+            is_pattern(pattern),
+            &at,
+            "a pattern is made of printable characters without spaces, with a letter or a digit, at most 256 of them",
+        );
     }
     problems.expect(
         pool.replica.pods == 1 || ports.len() <= 1,

@@ -165,6 +165,7 @@ fn group_spec(files: &LocalFiles, base: &Path) -> anyhow::Result<GroupSpec> {
         gpus: rollout.process.gpus.clone(),
         engine: Some(EngineProgram {
             assignment: EngineAssignment { kind: rollout.kind.name().to_owned(), port: rollout.port },
+            ignored: rollout.ignored.clone(),
             command: rollout.process.command.clone(),
             environment: rollout.process.environment.clone(),
         }),

@@ -16,6 +16,7 @@ use weightsync_core::plan::{
     TrainerSpec, part_of, plan,
 };
 use weightsync_core::protocol::{Assignment, Reason, Role};
+use weightsync_core::weights::IgnoredTensors;
 
 /// Time that a join waits for others, so that many new pods need few new groups.
 const JOIN_DEBOUNCE_MS: u64 = 1000;
@@ -181,6 +182,7 @@ fn claims(object: &WeightSync, pods: &[PodFacts]) -> HashMap<String, Assignment>
         suspended: false,
         transport: object.spec.transport_policy(),
         hindrance: None,
+        ignored: IgnoredTensors::default(),
     };
     let mut claims = HashMap::new();
     let mut seen = BTreeSet::new();
@@ -190,7 +192,11 @@ fn claims(object: &WeightSync, pods: &[PodFacts]) -> HashMap<String, Assignment>
         } else if let Some(pool) = pool_of(object, &pod.labels) {
             let head = pool.replica.pods == 1 || pool.replica.head().matches(&pod.labels);
             let engines = if head { WeightSyncSpec::engines(pool, pool.to_plan().engines(pod).0) } else { Vec::new() };
-            Assignment { registered: pool.engine.discovery == Discovery::Registered, ..wanted(Role::Rollout, engines) }
+            Assignment {
+                registered: pool.engine.discovery == Discovery::Registered,
+                ignored: pool.engine.ignored(),
+                ..wanted(Role::Rollout, engines)
+            }
         } else {
             continue;
         };

@@ -18,6 +18,7 @@ use weightsync_coordinator::CoordinatorEvent;
 use weightsync_coordinator::local::{EngineProgram, Group, GroupSpec, PodSpec, default_policy};
 use weightsync_core::membership::{GroupStage, JoinPolicy, MemberStanding, MemberView, MembershipView};
 use weightsync_core::protocol::{EngineAssignment, HealthPolicy, Preflight, Reason, TransportPolicy, TransportWish, UpdatePolicy};
+use weightsync_core::weights::IgnoredTensors;
 use weightsync_testkit::liar::{INSTANCE, Lie};
 use weightsync_testkit::simulator::{Simulator, SimulatorOptions};
 
@@ -474,6 +475,7 @@ fn pod_spec(number: usize, group: &str, link: &Link, start: &Path) -> PodSpec {
         let command = ["nsenter", &net].into_iter().chain(words).chain(["--faults", &faults.to_string()]).map(str::to_owned).collect();
         EngineProgram {
             assignment: EngineAssignment { kind: kind.to_owned(), port: ENGINE },
+            ignored: IgnoredTensors::default(),
             command,
             environment: BTreeMap::from([("WEIGHTSYNC_CHAOS_ENGINE".to_owned(), format!("{group}-{}", pod(number)))]),
         }

@@ -10,6 +10,7 @@ use tokio::time::timeout;
 use weightsync_coordinator::local::{EngineProgram, Group as Local, GroupSpec, PodSpec, default_policy};
 use weightsync_core::membership::{JoinPolicy, MembershipView};
 use weightsync_core::protocol::{EngineAssignment, Preflight, PreflightReport, TransportPolicy, TransportWish};
+use weightsync_core::weights::IgnoredTensors;
 
 use crate::model::Model;
 use crate::net::{ENGINE, HERE, Link, STATUS, must};
@@ -174,6 +175,7 @@ fn pod_spec(number: usize, link: &Link, start: &Path) -> PodSpec {
         let words = ["nsenter", &net, &dev, "simulate-engine", "--engine", "vllm", "--host", "0.0.0.0", "--port", &port, "--model", &model];
         EngineProgram {
             assignment: EngineAssignment { kind: "vllm".to_owned(), port: ENGINE },
+            ignored: IgnoredTensors::default(),
             command: words.map(str::to_owned).to_vec(),
             environment: BTreeMap::new(),
         }

@@ -30,6 +30,7 @@ use weightsync_coordinator::{
 use weightsync_core::membership::{LeftOut, MembershipConfig, Restored};
 use weightsync_core::plan::Candidate;
 use weightsync_core::protocol::*;
+use weightsync_core::weights::IgnoredTensors;
 use weightsync_net::https::{Access, AgentClient, Limits, serve_https};
 use weightsync_net::identity::{Ca, PeerIdentity};
 
@@ -109,6 +110,7 @@ impl Operator {
             newest: None,
             suspended: false,
             hindrance: None,
+            ignored: IgnoredTensors::default(),
             transport: TransportPolicy::default(),
         };
         self.claim_with(object, pods, &assignment, None)

@@ -9,6 +9,7 @@ use tokio::process::Command;
 use weightsync_coordinator::local::{EngineProgram, Group, GroupSpec, PodSpec, default_policy, free_port};
 use weightsync_core::membership::JoinPolicy;
 use weightsync_core::protocol::EngineAssignment;
+use weightsync_core::weights::IgnoredTensors;
 
 use crate::model::Model;
 use crate::world::{PROGRAM, SOON, until};
@@ -24,6 +25,7 @@ fn spec(name: &str, folder: &Path, ports: &[u16]) -> GroupSpec {
         let command = [&dev, "simulate-engine", "--engine", "vllm", "--port", &port.to_string(), "--model", &model];
         let engine = EngineProgram {
             assignment: EngineAssignment { kind: "vllm".into(), port: *port },
+            ignored: IgnoredTensors::default(),
             command: command.map(str::to_owned).to_vec(),
             environment: std::collections::BTreeMap::new(),
         };

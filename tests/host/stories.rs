@@ -4,6 +4,7 @@
 mod canary;
 mod cancelled;
 mod causes;
+mod fit;
 mod gdr;
 mod going_back;
 mod left_out;

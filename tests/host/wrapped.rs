@@ -11,6 +11,7 @@ use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::process::{Child, Command};
 use weightsync_core::plan::Candidate;
 use weightsync_core::protocol::{Assignment, EngineAssignment, MemberName, PodRef, Reason, Role, TransportPolicy};
+use weightsync_core::weights::IgnoredTensors;
 
 use crate::agent_process::Operator;
 use crate::model::Model;
@@ -56,6 +57,7 @@ async fn end_of_a_wrapped_engine_is_reported_at_once() {
         newest: None,
         suspended: false,
         hindrance: None,
+        ignored: IgnoredTensors::default(),
         transport: TransportPolicy::default(),
     };
     let pods = vec![PodRef { name: "w".into(), uid: "uid-w".into(), node: None, ips: Vec::new() }];

@@ -152,6 +152,7 @@ impl Rollout {
 
     pub fn assign(&self, assigned: Assigned) {
         self.core.learn_current(assigned.current.as_ref());
+        self.engine.ignore(&assigned.ignored);
         self.assigned.send_replace(assigned);
     }
 

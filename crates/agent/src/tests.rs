@@ -43,5 +43,6 @@ fn first_status(update: UpdateId, step: InstallStep, bytes: u64) -> UpdateStatus
         steps_ms: Vec::new(),
         checksum: None,
         mixed: Vec::new(),
+        notes: Vec::new(),
     }
 }

@@ -7,6 +7,7 @@ mod coverage;
 mod digest;
 mod dtype;
 mod gsum;
+mod ignored;
 mod layout;
 mod manifest;
 pub mod safetensors;
@@ -21,6 +22,7 @@ pub use digest::{
 };
 pub use dtype::{Dtype, SizeError};
 pub use gsum::{Gsum64, gsum64, gsum64_from};
+pub use ignored::{IgnoredTensors, LONGEST_PATTERN, MOST_PATTERNS, is_pattern};
 pub use layout::{ALIGNMENT, Bucket, Cuts, Encoding, Entry, EntryPart, Layout, LayoutError, TensorSpec, default_bucket_bytes};
 pub use manifest::{DigestAlgorithm, Manifest, ManifestError};
 pub use section::Section;

@@ -39,7 +39,7 @@ use super::{
     InstallError, InstallJob, InstallReport, Left, Settled, Settling,
 };
 use weightsync_core::protocol::{CanaryPolicy, EngineFacts, HeldVersion, KvCachePolicy, MixedWindow, PausePolicy};
-use weightsync_core::weights::{Section, TensorSpec};
+use weightsync_core::weights::{IgnoredTensors, Section, TensorSpec};
 
 /// An engine on top of its [`Server`] calls. Clones share it.
 pub(super) struct Adapter<S>(Arc<Inner<S>>);
@@ -49,6 +49,8 @@ struct Inner<S> {
     /// The checkpoint with which the server was started, as this process sees it: from the settings, or the path that the server reports,
     /// if it exists here.
     served_model: parking_lot::Mutex<Result<PathBuf, String>>,
+    /// Tensors that a version is not compared by.
+    ignored: parking_lot::Mutex<IgnoredTensors>,
     /// The directory of processes (`/proc`).
     processes: PathBuf,
     start: StartWatch,
@@ -68,6 +70,7 @@ impl<S: Server> Adapter<S> {
         let inner = Inner {
             server,
             served_model: parking_lot::Mutex::new(served_model),
+            ignored: parking_lot::Mutex::default(),
             processes,
             start: StartWatch::default(),
             turn: Arc::default(),
@@ -96,10 +99,10 @@ impl<S: Server> Inner<S> {
     fn fits(&self, tensors: &[TensorSpec]) -> Result<Fit, EngineError> {
         let served = match self.served_model.lock().clone() {
             Ok(served) => served,
-            Err(why) => return Ok(Fit::Unchecked(why)),
+            Err(why) => return Ok(Fit::Unchecked { why, tied: false }),
         };
         let model: Vec<_> = tensors.iter().filter(|tensor| tensor.section == Section::Model).cloned().collect();
-        self.server.fits(&served, &model)
+        self.server.fits(&served, &model, &self.ignored.lock().clone())
     }
 
     /// Waits for the lock on changes of the engine.
@@ -204,8 +207,11 @@ impl<S: Server> Engine for Adapter<S> {
             if self.0.served_model().is_none() {
                 self.0.find_served_model(until).await;
             }
-            facts.unchecked = self.0.served_model.lock().clone().err();
-            facts.model_bytes = self.0.served_model().as_deref().and_then(crate::fit::bytes);
+            let served = self.0.served_model.lock().clone();
+            match served.and_then(|served| self.0.server.readable(&served)) {
+                Ok(bytes) => facts.model_bytes = Some(bytes),
+                Err(why) => facts.unchecked = Some(why),
+            }
         }
         facts.inspect_err(|error| self.0.start.failed(error))
     }
@@ -220,6 +226,10 @@ impl<S: Server> Engine for Adapter<S> {
 
     async fn takes_draft(&self, way: DraftWay, draft: Vec<TensorSpec>, deadline: Duration) -> Result<(), EngineError> {
         self.0.server.takes_draft(way, draft, Until::new(deadline)).await
+    }
+
+    fn ignore(&self, ignored: &IgnoredTensors) {
+        self.0.ignored.lock().clone_from(ignored);
     }
 
     fn fits(&self, tensors: &[TensorSpec]) -> Result<Fit, EngineError> {

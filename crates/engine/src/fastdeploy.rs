@@ -36,7 +36,7 @@ use super::record::{Record, UNKNOWN};
 use super::server::Server;
 use super::{Engine, EngineConfig, EngineError, Holding};
 use weightsync_core::protocol::{CanaryPolicy, EngineFacts, KvCachePolicy, PausePolicy};
-use weightsync_core::weights::TensorSpec;
+use weightsync_core::weights::{IgnoredTensors, TensorSpec};
 
 const KIND: &str = "fastdeploy";
 /// The default of `--port`.
@@ -310,20 +310,29 @@ impl Server for Fastdeploy {
         self.control("/v1/resume", until).await
     }
 
-    fn fits(&self, served: &Path, tensors: &[TensorSpec]) -> Result<Fit, EngineError> {
+    fn fits(&self, served: &Path, tensors: &[TensorSpec], ignored: &IgnoredTensors) -> Result<Fit, EngineError> {
         if matches!(self.strategy(), Strategy::AsyncIpc(_) | Strategy::Steps(_)) {
-            return fit::check(served, tensors);
+            return fit::check(served, tensors, ignored);
         }
         let parameters = Snapshot::find(served)?.specs()?;
-        fit::compare(&parameters, tensors, false)?;
+        fit::compare_parameters(&parameters, tensors, ignored)?;
         let other = tensors.iter().find(|tensor| parameters.iter().any(|each| each.name == tensor.name && each.dtype != tensor.dtype));
         match other {
             Some(tensor) => Err(unsupported(
                 format!("{} comes as {:?}, and FastDeploy converts nothing", tensor.name, tensor.dtype),
                 "publish each tensor in the element type of the server's parameter",
             )),
-            None => Ok(Fit::Whole),
+            None => Ok(Fit::WHOLE),
         }
+    }
+
+    fn readable(&self, served: &Path) -> Result<u64, String> {
+        if matches!(self.strategy(), Strategy::AsyncIpc(_) | Strategy::Steps(_)) {
+            return fit::readable(served);
+        }
+        let parameters = Snapshot::find(served).and_then(|snapshot| snapshot.specs()).map_err(|error| error.to_string())?;
+        let bytes = |tensor: &TensorSpec| tensor.dtype.tensor_bytes(&tensor.shape).unwrap_or(0);
+        Ok(parameters.iter().fold(0, |sum, tensor| sum.saturating_add(bytes(tensor))))
     }
 
     async fn stage(&self, from: &Path, until: Until) -> Result<Option<PathBuf>, EngineError> {

@@ -57,7 +57,7 @@ pub use label::Holding;
 pub use secret::ApiKey;
 
 use weightsync_core::protocol::{CanaryPolicy, EngineFacts, HeldVersion, KvCachePolicy, MixedWindow, PausePolicy};
-use weightsync_core::weights::TensorSpec;
+use weightsync_core::weights::{IgnoredTensors, TensorSpec};
 
 /// Why an engine call failed. Bodies of replies are cut to 512 bytes; API keys never appear.
 #[derive(Debug, thiserror::Error)]
@@ -277,6 +277,9 @@ pub trait Engine: Send + Sync {
     async fn takes_draft(&self, way: DraftWay, _draft: Vec<TensorSpec>, _deadline: Duration) -> Result<(), EngineError> {
         Err(draft::untaken(self.kind(), way))
     }
+
+    /// Tensors of these names are neither missing in a version nor unknown from now on.
+    fn ignore(&self, _ignored: &IgnoredTensors) {}
 
     /// Whether a version of these tensors would replace all start-up tensors of the server, as far as they are known
     /// ([`EngineConfig::served_model`]); checked before a byte moves. Reads file headers only. Ignores tensors of a draft model.

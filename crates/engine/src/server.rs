@@ -21,7 +21,7 @@ use super::host_feed::HostFeed;
 use super::http::Until;
 use super::{EngineError, Holding};
 use weightsync_core::protocol::{CanaryPolicy, EngineFacts, KvCachePolicy, PausePolicy};
-use weightsync_core::weights::TensorSpec;
+use weightsync_core::weights::{IgnoredTensors, TensorSpec};
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Sleeps {
@@ -78,8 +78,13 @@ pub(super) trait Server: Send + Sync + 'static {
     async fn unpause(&self, until: Until) -> Result<(), EngineError>;
 
     /// Whether tensors replace all tensors of the checkpoint at `served`, which this process sees.
-    fn fits(&self, served: &Path, tensors: &[TensorSpec]) -> Result<Fit, EngineError> {
-        fit::check(served, tensors)
+    fn fits(&self, served: &Path, tensors: &[TensorSpec], ignored: &IgnoredTensors) -> Result<Fit, EngineError> {
+        fit::check(served, tensors, ignored)
+    }
+
+    /// Bytes of the tensors at `served`, or why [`fits`](Self::fits) cannot compare with them.
+    fn readable(&self, served: &Path) -> Result<u64, String> {
+        fit::readable(served)
     }
 
     /// Whether it could load all tensors of a draft model by that route.

@@ -33,11 +33,14 @@ fn engine() -> impl Strategy<Value = Engine> {
     let kind = prop::sample::select(weightsync_engine::ENGINES.iter().map(|engine| EngineKind::from(*engine)).collect::<Vec<_>>());
     let key = of((TEXT, TEXT).prop_map(|(name, key)| SecretKey { name, key }));
     let discovery = prop::sample::select(vec![Discovery::Ports, Discovery::Registered]);
-    (kind, prop::collection::vec(1..65_536, 0..3), discovery, key).prop_map(|(kind, ports, discovery, api_key_secret_ref)| Engine {
+    let tensors = prop::collection::vec(TEXT, 0..3).prop_map(|ignore| EngineTensors { ignore });
+    let ports = prop::collection::vec(1..65_536, 0..3);
+    (kind, ports, discovery, tensors, key).prop_map(|(kind, ports, discovery, tensors, api_key_secret_ref)| Engine {
         max_registered: (discovery == Discovery::Registered).then_some(2),
         kind,
         ports,
         discovery,
+        tensors,
         api_key_secret_ref,
     })
 }

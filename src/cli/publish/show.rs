@@ -77,7 +77,7 @@ fn move_bar(bar: &ProgressBar, reply: &ClientReply) {
 
 /// What became of a version, and which replicas lack it.
 pub(super) fn result(result: &PublishResult) -> String {
-    let PublishResult { version, epoch, attempts, bytes, manifest, installed, behind, phases_ms, mixed } = result;
+    let PublishResult { version, epoch, attempts, bytes, manifest, installed, behind, phases_ms, mixed, notes } = result;
     let replicas = if installed.len() == 1 { "replica serves" } else { "replicas serve" };
     let mut text = format!("version {version}: {} {replicas} it (epoch {epoch}, {}", installed.len(), HumanBytes(*bytes));
     if *attempts > 1 {
@@ -94,6 +94,11 @@ pub(super) fn result(result: &PublishResult) -> String {
         for MixedWindow { begin_ms, end_ms, .. } in windows {
             let end = end_ms.map_or_else(|| "now on".to_owned(), |end| end.to_string());
             let _ = writeln!(text, "  served while it loaded: {member}: from {begin_ms} to {end} (ms since 1970)");
+        }
+    }
+    for (member, notes) in notes {
+        for note in notes {
+            let _ = writeln!(text, "  note: {member}: {note}");
         }
     }
     text

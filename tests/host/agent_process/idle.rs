@@ -34,7 +34,7 @@ impl Engine for Idle {
         Ok(())
     }
     fn fits(&self, _tensors: &[TensorSpec]) -> Result<Fit, EngineError> {
-        Ok(Fit::Whole)
+        Ok(Fit::WHOLE)
     }
     async fn health(&self, _deadline: Duration) -> Result<Health, EngineError> {
         Ok(Health { start: EngineStart("1".into()), holding: Some(Holding::Startup) })

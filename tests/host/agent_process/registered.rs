@@ -11,6 +11,7 @@ use tokio::process::{Child, ChildStdout, Command};
 use tokio_util::task::AbortOnDropHandle;
 use weightsync_coordinator::{Addresses, CoordinatorHandle, Registered};
 use weightsync_core::protocol::*;
+use weightsync_core::weights::IgnoredTensors;
 
 use super::{Agent, Operator, SOON};
 
@@ -63,6 +64,7 @@ pub(super) fn assignment(ports: &[u16]) -> Assignment {
         newest: None,
         suspended: false,
         hindrance: None,
+        ignored: IgnoredTensors::default(),
         transport: TransportPolicy::default(),
     }
 }

@@ -32,7 +32,7 @@ pub fn pools(actors: &[Actor]) -> Vec<String> {
 }
 
 /// The object of a group; `update` may have fields of the parts `update`, `membership` and `transport`, and the parts `canary` and
-/// `health`.
+/// `health`, and `tensors` of all engines.
 pub fn object(name: &str, actors: &[Actor], mut transport: Value, delivery: &str, update: Value) -> Value {
     let kind = |kind: &str| match kind {
         "vllm" => "VLLM",
@@ -53,6 +53,11 @@ pub fn object(name: &str, actors: &[Actor], mut transport: Value, delivery: &str
     let membership = taken(&["minReady", "keep", "maxSkew", "maxUnavailable"]);
     transport.as_object_mut().unwrap().extend(taken(&["bucketMiB"]));
     let canary = taken(&["canary"]);
+    if let Some(tensors) = taken(&["tensors"]).remove("tensors") {
+        for rollout in &mut rollouts {
+            rollout["engine"]["tensors"] = tensors.clone();
+        }
+    }
     let health = taken(&["health"]).remove("health");
     let timeout = fields.get("timeoutSeconds").map_or(20, |seconds| seconds.as_u64().unwrap());
     let silence = fields.entry("silenceSeconds").or_insert(json!(timeout.min(5))).as_u64().unwrap();

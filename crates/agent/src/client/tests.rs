@@ -114,5 +114,16 @@ fn publish(version: u64) -> ClientRequest {
 
 fn result(version: u64) -> PublishResult {
     let (installed, behind, phases_ms) = (Vec::new(), Vec::new(), Vec::new());
-    PublishResult { version, epoch: 3, attempts: 1, bytes: 0, manifest: "m".into(), installed, behind, phases_ms, mixed: Vec::new() }
+    PublishResult {
+        version,
+        epoch: 3,
+        attempts: 1,
+        bytes: 0,
+        manifest: "m".into(),
+        installed,
+        behind,
+        phases_ms,
+        mixed: Vec::new(),
+        notes: Vec::new(),
+    }
 }

@@ -79,6 +79,7 @@ pub struct Brought {
     pub installed: Vec<MemberName>,
     pub behind: Vec<(MemberName, String)>,
     pub mixed: Vec<(MemberName, Vec<MixedWindow>)>,
+    pub notes: Vec<(MemberName, Vec<String>)>,
     pub phases_ms: Vec<(String, u64)>,
 }
 
@@ -261,6 +262,7 @@ impl<'a> Attempt<'a> {
             installed: self.table.installed(),
             behind: self.table.behind(),
             mixed: self.table.mixed(),
+            notes: self.table.notes(),
             phases_ms: self.view.phases_ms.clone(),
         })
     }

@@ -15,7 +15,7 @@ use weightsync_core::protocol::{AbortRequest, Call, MemberAddress, MemberName, R
 use weightsync_net::https::{AgentClient, CallError};
 
 pub(super) enum Answer {
-    Status(UpdateStatus),
+    Status(Box<UpdateStatus>),
     Refused(Refusal),
     Lost(String),
 }
@@ -23,7 +23,7 @@ pub(super) enum Answer {
 impl From<Result<UpdateStatus, CallError>> for Answer {
     fn from(answer: Result<UpdateStatus, CallError>) -> Self {
         match answer {
-            Ok(status) => Self::Status(status),
+            Ok(status) => Self::Status(Box::new(status)),
             Err(CallError::Refused { refusal, .. }) => Self::Refused(refusal),
             Err(error) => Self::Lost(error.to_string()),
         }
@@ -90,7 +90,7 @@ impl Calls {
                 Ok(status) if after == Some(status.sequence) => continue,
                 Ok(status) => {
                     after = Some(status.sequence);
-                    Answer::Status(status)
+                    Answer::Status(Box::new(status))
                 }
                 // Its event stream shows whether it is lost; here the call is only repeated, not too often.
                 Err(error) => {

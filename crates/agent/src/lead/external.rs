@@ -122,6 +122,7 @@ impl Attempt<'_> {
             installed: self.table.installed(),
             behind: self.table.behind(),
             mixed: self.table.mixed(),
+            notes: Vec::new(),
             phases_ms: self.view.phases_ms.clone(),
         })
     }

@@ -45,6 +45,10 @@ pub struct Switching {
     pub unheard: Vec<MemberName>,
 }
 
+/// Most notes of a member, and the characters of each.
+const MOST_NOTES: usize = 8;
+const LONGEST_NOTE: usize = 1024;
+
 #[derive(Debug, Clone)]
 struct Row {
     name: MemberName,
@@ -56,6 +60,7 @@ struct Row {
     canary: bool,
     repeats: bool,
     mixed: Vec<MixedWindow>,
+    notes: Vec<String>,
     checksum: Option<EngineChecksum>,
     reported: bool,
     /// Whether its part is over because it was lost, and not by its own word.
@@ -82,6 +87,7 @@ impl Table {
             canary: false,
             repeats: false,
             mixed: Vec::new(),
+            notes: Vec::new(),
             checksum: None,
             reported: false,
             unheard: false,
@@ -100,6 +106,7 @@ impl Table {
         row.canary = status.refused;
         row.repeats = status.repeats;
         row.mixed.clone_from(&status.mixed);
+        row.notes = status.notes.iter().take(MOST_NOTES).map(|note| note.chars().take(LONGEST_NOTE).collect()).collect();
         row.checksum.clone_from(&status.checksum);
     }
 
@@ -186,6 +193,11 @@ impl Table {
     /// Members whose engines answered requests while they loaded, and when.
     pub fn mixed(&self) -> Vec<(MemberName, Vec<MixedWindow>)> {
         self.rows.iter().filter(|row| !row.mixed.is_empty()).map(|row| (row.name.clone(), row.mixed.clone())).collect()
+    }
+
+    /// Members whose engine's checkpoint does not quite agree with the tensors, and how.
+    pub fn notes(&self) -> Vec<(MemberName, Vec<String>)> {
+        self.rows.iter().filter(|row| !row.notes.is_empty()).map(|row| (row.name.clone(), row.notes.clone())).collect()
     }
 
     /// One that refused, failed or is lost, with the reason.

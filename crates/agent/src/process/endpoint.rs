@@ -300,6 +300,7 @@ fn assign(endpoint: &Endpoint, assignment: &Assignment) {
             current: assignment.current.clone(),
             returned: assignment.returned,
             newest: assignment.newest,
+            ignored: assignment.ignored.clone(),
         }),
     }
 }

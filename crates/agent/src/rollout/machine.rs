@@ -156,6 +156,7 @@ impl Machine {
             steps_ms: attempt.steps_ms.clone(),
             checksum: attempt.checksum.clone(),
             mixed: Vec::new(),
+            notes: attempt.notes.clone(),
         })
     }
 
@@ -204,6 +205,12 @@ impl Machine {
         });
         self.sequence += 1;
         Ok(if opening { Opening::Check } else { Opening::Known })
+    }
+
+    /// The tensors were compared with the engine's checkpoint.
+    pub fn compared(&mut self, update: &UpdateId, notes: Vec<String>) {
+        // An attempt that was replaced meanwhile is reported no more.
+        let _ = self.advance(update, &Stage::Opening, |attempt| attempt.notes = notes);
     }
 
     /// Memory and engine can take the version: buckets may come. `fed` when the engine takes them while they come: it must be taken to its

@@ -5,6 +5,7 @@
 
 use super::machine::Installed;
 use weightsync_core::protocol::{HeldVersion, Returned, Skew, Version, skew};
+use weightsync_core::weights::IgnoredTensors;
 use weightsync_engine::EngineStart;
 
 /// The controller's assignment for this rollout; nothing is known before the first one.
@@ -20,6 +21,8 @@ pub struct Assigned {
     pub returned: Option<Returned>,
     /// The newest version in service, where the object limits how far versions may be apart.
     pub newest: Option<Version>,
+    /// Tensors that a version is not compared by.
+    pub ignored: IgnoredTensors,
 }
 
 #[derive(Debug)]

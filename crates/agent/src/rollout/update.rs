@@ -19,7 +19,7 @@ use weightsync_core::protocol::{
 };
 use weightsync_core::weights::safetensors::SafetensorsPlan;
 use weightsync_core::weights::{Layout, Section, TensorSpec};
-use weightsync_engine::{DraftWay, Fit, InstallTerms, draft, same_tensors};
+use weightsync_engine::{DraftWay, EngineError, Fit, InstallTerms, draft, same_tensors};
 use weightsync_net::deadline::ProgressDeadline;
 use weightsync_net::identity::PeerIdentity;
 use weightsync_transport::{Fault, Transfer};
@@ -193,7 +193,15 @@ impl Rollout {
     async fn open(self: &Arc<Self>, epoch: &Epoch, request: &BeginRequest) -> Result<Arriving, Refusal> {
         let health = Duration::from_millis(epoch.prepared.policy.health.timeout_ms);
         self.ask_engine(health, health).await?;
-        self.check_tensors(request).await?;
+        let notes = self.check_tensors(request).await?;
+        if !notes.is_empty() {
+            tracing::warn!(
+                version = request.update.version,
+                ?notes,
+                "the tensors of a version and the engine's checkpoint do not quite agree"
+            );
+        }
+        self.with(|state| state.machine.compared(&request.update, notes));
         // What waits to be installed waits no more: its room is needed. What the engine was switched to stays, to feed others.
         self.with(|state| state.versions.unstage());
         let internal = |what: String| refusal(RefusalCode::Internal, what);
@@ -250,19 +258,22 @@ impl Rollout {
     }
 
     /// Compares the tensors of a version with the engine's checkpoint, or where that cannot be read with the version that this start of the engine
-    /// took before.
-    async fn check_tensors(&self, request: &BeginRequest) -> Result<(), Refusal> {
+    /// took before. Answers what is worth a look and no fault.
+    async fn check_tensors(&self, request: &BeginRequest) -> Result<Vec<String>, Refusal> {
         let (engine, tensors) = (self.engine.clone(), request.layout.tensors().cloned().collect::<Vec<_>>());
         let before = self.read(|state| state.took().cloned());
+        let ignored = self.assigned.borrow().ignored.clone();
         let compared = tokio::task::spawn_blocking(move || match (engine.fits(&tensors)?, before) {
-            (Fit::Unchecked(_), Some(took)) => {
-                let before: Vec<_> = took.layout.tensors().cloned().collect();
-                same_tensors(&before, took.held.version, &tensors)
+            (Fit::Whole { notes }, _) => Ok(notes),
+            (Fit::Unchecked { why, tied }, Some(took)) => {
+                let (version, before) = (took.held.version, took.layout.tensors().cloned().collect::<Vec<_>>());
+                same_tensors((version, &before), &tensors, &ignored, tied)?;
+                Ok(vec![format!("its names and shapes were compared with those of version {version} only: {why}")])
             }
-            (Fit::Whole | Fit::Unchecked(_), _) => Ok(()),
+            (Fit::Unchecked { why, .. }, None) => Ok(vec![format!("its names and shapes were compared with nothing: {why}")]),
         });
         let compared = compared.await.map_err(|ended| refusal(RefusalCode::Internal, ended.to_string()))?;
-        compared.map_err(|error| refusal(RefusalCode::Invalid, error.to_string()))
+        compared.map_err(|error: EngineError| refusal(RefusalCode::Invalid, error.to_string()))
     }
 
     /// Whether the engine takes the draft model of a version that comes that way, where the version has one.

@@ -99,6 +99,7 @@ impl Source {
                     behind: brought.behind,
                     phases_ms: brought.phases_ms,
                     mixed: brought.mixed,
+                    notes: brought.notes,
                 };
                 self.in_roster(&result, deadline).await;
                 tell.end(Ok(result));

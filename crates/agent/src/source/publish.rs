@@ -275,6 +275,7 @@ impl Source {
             behind: brought.behind,
             phases_ms: brought.phases_ms,
             mixed: brought.mixed,
+            notes: brought.notes,
         }
     }
 

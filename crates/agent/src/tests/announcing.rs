@@ -16,6 +16,7 @@ use crate::enrollment::{Announcer, AnnouncingEnded, Applicant, TokenSource, enro
 use weightsync_core::protocol::{
     AnnounceResponse, Announcement, Assignment, Call, EnrollRequest, HeldVersion, Incarnation, Protocols, Rejection, Role, TransportPolicy,
 };
+use weightsync_core::weights::IgnoredTensors;
 use weightsync_net::https::{Access, CallError, ControllerClient, Failed, Limits, serve_https};
 use weightsync_net::identity::{Ca, Identity, PeerIdentity};
 
@@ -75,6 +76,7 @@ fn nothing() -> Assignment {
         newest: None,
         suspended: false,
         hindrance: None,
+        ignored: IgnoredTensors::default(),
         transport: TransportPolicy::default(),
     }
 }

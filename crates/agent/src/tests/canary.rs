@@ -194,6 +194,7 @@ fn table(steps: &str, min_ready: u32) -> Table {
                 steps_ms: Vec::new(),
                 checksum: None,
                 mixed: Vec::new(),
+                notes: Vec::new(),
             },
         );
     }

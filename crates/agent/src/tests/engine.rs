@@ -10,7 +10,7 @@ use super::workers::Workers;
 use crate::locks::lock;
 use weightsync_core::protocol::{CanaryPolicy, EngineFacts, HeldVersion, KvCachePolicy, MixedWindow, PausePolicy, Version};
 use weightsync_core::weights::safetensors::Checkpoint;
-use weightsync_core::weights::{TensorSpec, digest_hex, tensor_digest};
+use weightsync_core::weights::{IgnoredTensors, TensorSpec, digest_hex, tensor_digest};
 use weightsync_engine::{
     Engine, EngineError, EngineStart, Fit, Health, Holding, HostDigest, HostInstall, HostJob, InstallError, InstallJob, InstallReport,
     Left, Settled, Settling,
@@ -66,6 +66,8 @@ pub struct Inside {
     pub mute: bool,
     /// A tensor that its start-up weights have.
     pub needs: Option<String>,
+    /// Tensors that a version is not compared by.
+    pub ignored: IgnoredTensors,
     /// Its workers read shared memory, and check this digest.
     pub memory: Option<HostDigest>,
     /// Lengths of the memories that were shared with them.
@@ -88,8 +90,8 @@ impl TestEngine {
     /// Starts again, with its start-up weights.
     pub fn restart(&self) {
         self.set(|inside| {
-            let (start, installs) = (inside.start + 1, inside.installs);
-            *inside = Inside { start, installs, ..Inside::default() };
+            let (start, installs, ignored) = (inside.start + 1, inside.installs, inside.ignored.clone());
+            *inside = Inside { start, installs, ignored, ..Inside::default() };
         });
     }
 
@@ -142,12 +144,16 @@ impl Engine for TestEngine {
         Ok(())
     }
 
+    fn ignore(&self, ignored: &IgnoredTensors) {
+        self.set(|inside| inside.ignored = ignored.clone());
+    }
+
     fn fits(&self, tensors: &[TensorSpec]) -> Result<Fit, EngineError> {
-        match self.get(|inside| inside.needs.clone()) {
+        match self.get(|inside| inside.needs.clone().filter(|needed| !inside.ignored.matches(needed))) {
             Some(needed) if !tensors.iter().any(|tensor| tensor.name == needed) => {
                 Err(EngineError::Unsupported { what: format!("tensor {needed} is missing"), next_step: "publish all tensors".into() })
             }
-            _ => Ok(Fit::Unchecked("its start-up weights are nowhere".into())),
+            _ => Ok(Fit::Unchecked { why: "its start-up weights are nowhere".into(), tied: false }),
         }
     }
 

@@ -24,6 +24,7 @@ use crate::server::{Endpoint, Part, router};
 use crate::source::Source;
 use crate::space::Cgroups;
 use weightsync_core::protocol::*;
+use weightsync_core::weights::IgnoredTensors;
 use weightsync_engine::Engine;
 use weightsync_net::https::{Access, AgentClient, CallError, Limits, serve_https};
 use weightsync_net::identity::{Ca, ClientCertificates, Identity, PeerIdentity, agent_name};
@@ -339,6 +340,7 @@ impl Start {
                     current: None,
                     returned: None,
                     newest: None,
+                    ignored: IgnoredTensors::default(),
                 });
                 tokio::spawn(rollout.clone().supervise(cancel.clone()));
                 let feeder = Feeder::new(leader.clone(), rollout.clone(), Arc::<Attempts>::default());

@@ -8,6 +8,7 @@ use crate::archive::{Archive, Archived};
 use crate::rollout::readiness::Assigned;
 use crate::source::history::History;
 use weightsync_core::protocol::*;
+use weightsync_core::weights::IgnoredTensors;
 
 /// A group in which version 1 and then version 2 were published.
 async fn at_two(fixture: &mut Fixture, source: &Member, rollouts: &[Member]) -> [HeldVersion; 2] {
@@ -144,6 +145,7 @@ async fn replica_not_rolled_back_serves_until_enough_were() {
         current: Some(one.clone()),
         returned,
         newest: None,
+        ignored: IgnoredTensors::default(),
     };
     rollout.rollout().assign(assigned(None));
     assert_eq!(rollout.rollout().ready(), Ok(()));

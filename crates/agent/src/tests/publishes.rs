@@ -10,8 +10,9 @@ use super::corrupting::twins;
 use super::engine::Fault;
 use super::fixture::*;
 use super::trainer::*;
+use crate::rollout::readiness::Assigned;
 use weightsync_core::protocol::*;
-use weightsync_core::weights::{Dtype, Layout, TensorSpec, bucket_digest};
+use weightsync_core::weights::{Dtype, IgnoredTensors, Layout, TensorSpec, bucket_digest};
 
 fn all<'a>(source: &'a Member, rollouts: &'a [Member]) -> Vec<&'a Member> {
     std::iter::once(source).chain(rollouts).collect()
@@ -367,4 +368,10 @@ async fn version_lacking_an_engines_tensor_is_refused_at_begin() {
     assert_eq!((error.code, error.retryable, error.phase), (PublishErrorCode::Invalid, false, Some(UpdatePhase::Begin)));
     assert!(error.message.contains("layer.1.w") && error.message.contains("actors/r-0"), "{}", error.message);
     assert_eq!(rollouts[0].engine.get(|inside| inside.installs), 0);
+    // A pattern counts from the next version on, in the same group.
+    let ignored = IgnoredTensors::new(vec!["layer.*.w".into()]);
+    rollouts[0].rollout().assign(Assigned { known: true, serve_before_first_version: true, ignored, ..Assigned::default() });
+    let result = publish(&source, 2, TestSource::of(1)).outcome().await.unwrap();
+    let notes = vec!["its names and shapes were compared with nothing: its start-up weights are nowhere".to_owned()];
+    assert_eq!(result.notes, [(MemberName("actors/r-0".into()), notes)]);
 }

@@ -11,7 +11,7 @@ use crate::source::history::History;
 use crate::source::retain::fits;
 use crate::space::Cgroups;
 use weightsync_core::protocol::*;
-use weightsync_core::weights::DigestAlgorithm;
+use weightsync_core::weights::{DigestAlgorithm, IgnoredTensors};
 use weightsync_engine::EngineStart;
 
 #[tokio::test]
@@ -351,7 +351,15 @@ fn digest_of_a_broken_try_does_not_hold_for_the_next() {
 
 #[test]
 fn readiness_is_a_table() {
-    let known = Assigned { known: true, serve_before_first_version: true, suspended: false, current: None, returned: None, newest: None };
+    let known = Assigned {
+        known: true,
+        serve_before_first_version: true,
+        suspended: false,
+        current: None,
+        returned: None,
+        newest: None,
+        ignored: IgnoredTensors::default(),
+    };
     let hold = Assigned { serve_before_first_version: false, ..known.clone() };
     let suspended = Assigned { suspended: true, ..known.clone() };
     let unknown = Assigned::default();

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use weightsync_core::protocol::{EngineAssignment, MemberName, Role};
+use weightsync_core::weights::IgnoredTensors;
 
 /// A pod that the group keeps alive.
 #[derive(Debug, Clone, PartialEq)]
@@ -24,6 +25,8 @@ pub struct PodSpec {
 pub struct EngineProgram {
     /// Its settings for the agent.
     pub assignment: EngineAssignment,
+    /// Tensors that a version is not compared by.
+    pub ignored: IgnoredTensors,
     /// The command that starts it; empty if another program starts it.
     pub command: Vec<String>,
     /// Environment in addition to our own.

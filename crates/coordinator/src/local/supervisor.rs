@@ -258,6 +258,7 @@ impl Supervisor {
                     suspended: false,
                     transport,
                     hindrance: None,
+                    ignored: pod.spec.engine.as_ref().map(|engine| engine.ignored.clone()).unwrap_or_default(),
                 },
             );
             candidates.push(Candidate {

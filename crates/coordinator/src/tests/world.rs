@@ -20,6 +20,7 @@ use weightsync_core::protocol::{
     Assignment, EngineAssignment, EpochId, HealthPolicy, KvCachePolicy, MemberName, PausePolicy, PodRef, Role, TransportPolicy,
     UpdatePolicy,
 };
+use weightsync_core::weights::IgnoredTensors;
 use weightsync_net::https::{Access, AgentClient, Limits, serve_https};
 use weightsync_net::identity::{Ca, PeerIdentity};
 use weightsync_testkit::fake_agent::{FakeAgent, Pod};
@@ -150,6 +151,7 @@ pub(super) fn assignment(role: Role) -> Assignment {
         suspended: false,
         transport: TransportPolicy::default(),
         hindrance: None,
+        ignored: IgnoredTensors::default(),
     }
 }
 

@@ -3,7 +3,8 @@
 //! A message about another epoch, or from another incarnation than the one that was called, changes nothing.
 
 use crate::protocol::{
-    EpochId, Incarnation, MemberName, MemberPhase, MemberState, PrepareResponse, Reason, Refusal, RefusalCode, Role, UpdateView,
+    EngineFacts, EpochId, Incarnation, MemberName, MemberPhase, MemberState, PrepareResponse, Reason, Refusal, RefusalCode, Role,
+    UpdateView,
 };
 
 use super::backoff::Weight;
@@ -103,8 +104,10 @@ impl Membership {
         if of_ours && self.agents.get(&life).is_some_and(|agent| agent.state.is_none()) {
             self.one_came_back();
         }
-        let unchecked = |state: &MemberState| state.engine.as_ref().and_then(|engine| engine.unchecked.clone());
-        let known = self.agents.get(&life).and_then(|agent| agent.state.as_ref()).and_then(unchecked);
+        let unchecked = |state: &MemberState| state.engine.as_ref().and_then(EngineFacts::nothing_compared);
+        // Reported of members only, so what was known before it had a name was not.
+        let before = self.agents.get(&life).and_then(|agent| agent.state.as_ref()).filter(|before| before.member.is_some());
+        let known = before.and_then(unchecked);
         if let Some(why) = unchecked(&state).filter(|why| name.is_some() && known.as_ref() != Some(why)) {
             self.event(Reason::EngineUnproven, why, name.clone(), false);
         }

@@ -150,7 +150,9 @@ impl Membership {
         let state = bound.and_then(|(_, agent)| agent.state.as_ref());
         let (standing, reason, message) = self.standing(candidate, assessment);
         let dirty = state.is_some_and(|state| state.phase.must_not_serve());
-        let message = state.and_then(mixed).map_or(message.clone(), |mixed| format!("{message}; {mixed}"));
+        let nothing_compared = state.and_then(|state| state.engine.as_ref()?.nothing_compared());
+        let message = [Some(message), state.and_then(mixed), nothing_compared].into_iter().flatten().filter(|part| !part.is_empty());
+        let message = message.collect::<Vec<_>>().join("; ");
         MemberView {
             name: name.clone(),
             role: candidate.role,

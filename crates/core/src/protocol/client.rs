@@ -281,6 +281,10 @@ pub struct PublishResult {
     /// Replicas whose engine answered requests while this version was loaded, and when: drop those answers. Replicas that paused are absent.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub mixed: Vec<(MemberName, Vec<MixedWindow>)>,
+    /// Replicas whose engine's checkpoint does not quite agree with the tensors of this version, and how: tensors that lose precision, or names
+    /// that were compared with nothing.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub notes: Vec<(MemberName, Vec<String>)>,
 }
 
 /// A publish that failed.

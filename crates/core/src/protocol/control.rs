@@ -237,6 +237,13 @@ pub struct EngineFacts {
     pub groups: Option<GroupFacts>,
 }
 
+impl EngineFacts {
+    /// That the tensors of a first version are compared with nothing, and why; none where they are compared.
+    pub fn nothing_compared(&self) -> Option<String> {
+        self.unchecked.as_ref().map(|why| format!("the names and shapes of a first version are compared with nothing: {why}"))
+    }
+}
+
 /// Phase of a member.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum MemberPhase {

@@ -6,6 +6,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::{HeldVersion, Incarnation, Protocols, Returned, Role, TransportPolicy, Version};
+use crate::weights::IgnoredTensors;
 
 /// Asks the controller for a certificate, over TLS with the server's certificate checked.
 #[derive(Clone, Serialize, Deserialize)]
@@ -75,6 +76,9 @@ pub struct Assignment {
     /// For a source: why no group can take a publish; `None` while one can.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub hindrance: Option<Hindrance>,
+    /// Tensors that its engines' loader skips: a version is not compared by them (`engine.tensors.ignore`).
+    #[serde(default, skip_serializing_if = "IgnoredTensors::is_empty")]
+    pub ignored: IgnoredTensors,
 }
 
 /// Why no group can take a publish.

@@ -117,6 +117,9 @@ pub struct UpdateStatus {
     /// paused.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub mixed: Vec<MixedWindow>,
+    /// What the comparison of its tensors with the engine's checkpoint found and did not refuse, or why there was nothing to compare with.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub notes: Vec<String>,
 }
 
 /// A time in which an engine served while its weights were a mixture of two versions. An answer that was in progress at any moment of it

@@ -9,7 +9,7 @@ mod header;
 mod index;
 mod plan;
 
-pub use checkpoint::{Checkpoint, CheckpointTensor};
+pub use checkpoint::{Checkpoint, CheckpointTensor, FileStamp};
 pub use error::SafetensorsError;
 pub use header::{Header, HeaderTensor, MAX_HEADER_BYTES, header_length, parse_header};
 pub use index::{MAX_INDEX_BYTES, parse_index};

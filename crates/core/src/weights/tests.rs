@@ -5,6 +5,7 @@ mod coverage;
 mod digest;
 mod gsum;
 mod hostile;
+mod ignored;
 mod layout;
 mod manifest;
 mod safetensors;

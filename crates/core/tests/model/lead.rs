@@ -97,7 +97,9 @@ impl Agent {
         });
         let judged: Vec<_> = judged.collect();
         let mut ballot = Ballot::default();
-        judged.iter().for_each(|(name, judgement)| ballot.add(name, *judgement));
+        for (name, judgement) in &judged {
+            ballot.add(name, *judgement);
+        }
         let refused = !leading.feeding && ballot.is_refused();
         let enough = if leading.feeding { installed == leading.steps.len() } else { installed >= min_ready && !refused };
         leading.phase = if enough { UpdatePhase::Done } else { UpdatePhase::Failed };

@@ -20,9 +20,9 @@ use crate::EngineError;
 use crate::checkpoint_engine::Then;
 use crate::device::{DeviceBucket, Released};
 use crate::feed::{Feed, FeedJob, pieces};
-use crate::fit::{self, Fit};
+use crate::fit;
 use crate::http::{EngineHttp, Until};
-use weightsync_core::weights::{Layout, Section, TensorSpec};
+use weightsync_core::weights::{Layout, TensorSpec};
 use weightsync_torch::Piece;
 use weightsync_torch::paddle::{self, SharedBuffer};
 use weightsync_torch::pickle::Value;
@@ -120,8 +120,8 @@ impl AsyncIpc {
     ) -> Result<Self, EngineError> {
         workers.refuse(feed.gpus.len())?;
         let layout = feed.job.layout.clone();
-        let tensors: Vec<TensorSpec> = layout.tensors().filter(|tensor| tensor.section == Section::Model).cloned().collect();
-        if let Fit::Unchecked(why) = fit::check(served, &tensors)? {
+        // The version was compared when its install was opened.
+        if let Err(why) = fit::readable(served) {
             let what = format!("FastDeploy does not look whether all its parameters came, and the version cannot be compared here: {why}");
             return Err(unsupported(what, "give the agent the server's model directory with its safetensors files (--model-dir)"));
         }

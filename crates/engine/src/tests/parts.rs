@@ -3,10 +3,8 @@
 use proptest::prelude::*;
 
 use super::support::held;
-use crate::fit::compare;
 use crate::{ApiKey, EngineConfig, EngineError, Holding, connect, kinds};
 use weightsync_core::protocol::HeldVersion;
-use weightsync_core::weights::{Dtype, TensorSpec};
 use weightsync_testkit::simulator::{Fault, FaultRule, Faults, Simulator, SimulatorOptions};
 
 proptest! {
@@ -66,41 +64,6 @@ fn key_unfit_for_a_header_is_refused_unprinted() {
     assert!(ApiKey::from_env("WEIGHTSYNC_TEST_KEY_THAT_NOBODY_SETS").unwrap().is_none());
     let missing = ApiKey::from_file(std::path::Path::new("/nonexistent/key")).unwrap_err().to_string();
     assert!(missing.contains("/nonexistent/key"), "{missing}");
-}
-
-fn specs(tensors: &[(&str, &[u64])]) -> Vec<TensorSpec> {
-    let spec = |(name, shape): &(&str, &[u64])| TensorSpec::new((*name).into(), Dtype::BF16, shape.to_vec());
-    tensors.iter().map(spec).collect()
-}
-
-#[test]
-fn version_must_match_the_served_checkpoints_tensors() {
-    let served = specs(&[("a", &[2, 3]), ("b", &[4]), ("lm_head.weight", &[5])]);
-    compare(&served, &served, false).unwrap();
-    compare(&served, &served[..2], true).unwrap();
-    for (version, named) in [
-        (specs(&[("a", &[2, 3]), ("lm_head.weight", &[5])]), "lacks b"),
-        (specs(&[("a", &[2, 3]), ("b", &[4]), ("c", &[1]), ("lm_head.weight", &[5])]), "brings the unknown c"),
-        (specs(&[("a", &[3, 2]), ("b", &[4]), ("lm_head.weight", &[5])]), "a ([3, 2], not [2, 3])"),
-        (specs(&[("a", &[2, 3]), ("b", &[4])]), "lacks lm_head.weight"),
-    ] {
-        let error = compare(&served, &version, false).unwrap_err().to_string();
-        assert!(error.contains(named), "{error}");
-    }
-    let retyped = |dtype| {
-        let mut version = served.clone();
-        version[1].dtype = dtype;
-        compare(&served, &version, false).map_err(|error| error.to_string())
-    };
-    assert_eq!(served[1].dtype, Dtype::BF16);
-    retyped(Dtype::F32).unwrap();
-    for dtype in [Dtype::I16, Dtype::F8_E4M3, Dtype::BOOL] {
-        let error = retyped(dtype).unwrap_err();
-        assert!(error.contains(&format!("brings in another element type b ({}, not BF16)", dtype.name())), "{error}");
-    }
-    let many = specs(&[("a", &[1]), ("b", &[1]), ("c", &[1]), ("d", &[1]), ("e", &[1])]);
-    let error = compare(&many, &[], false).unwrap_err().to_string();
-    assert!(error.contains("lacks a, b, c and 2 more"), "{error}");
 }
 
 #[tokio::test]

@@ -10,7 +10,7 @@ use serde_json::Value;
 use crate::draft::{DraftWay, none_there, untaken};
 use crate::http::{EngineHttp, Until};
 use crate::{EngineError, fit};
-use weightsync_core::weights::TensorSpec;
+use weightsync_core::weights::{IgnoredTensors, TensorSpec};
 
 /// Refuses a draft model that the server would not load completely; `draft` are its tensors.
 pub(super) async fn check(http: &EngineHttp, way: DraftWay, draft: Vec<TensorSpec>, until: Until) -> Result<(), EngineError> {
@@ -31,6 +31,6 @@ pub(super) async fn check(http: &EngineHttp, way: DraftWay, draft: Vec<TensorSpe
     if text("method") != Some("draft_model") || !path.is_absolute() || !path.is_dir() {
         return Ok(());
     }
-    let compared = tokio::task::spawn_blocking(move || fit::check(&path, &draft)).await;
+    let compared = tokio::task::spawn_blocking(move || fit::check(&path, &draft, &IgnoredTensors::default())).await;
     compared.map_err(|_| EngineError::Cancelled)?.map(drop)
 }

@@ -23,6 +23,7 @@ use weightsync_core::membership::{GroupStage, JoinPolicy, MembershipView};
 use weightsync_core::protocol::{
     Activation, ClientRequest, EngineAssignment, PausePolicy, Preflight, PublishResult, QueuePolicy, TransportPolicy, TransportWish,
 };
+use weightsync_core::weights::IgnoredTensors;
 use weightsync_core::weights::safetensors::Checkpoint;
 use weightsync_net::shutdown;
 
@@ -359,7 +360,7 @@ fn group_spec(args: &DemoArgs, folder: &Path, versions: &Path, replicas: &[Repli
             pool: Some("actors".into()),
             size: 1,
             gpus: gpu(place),
-            engine: Some(EngineProgram { assignment, command, environment }),
+            engine: Some(EngineProgram { assignment, ignored: IgnoredTensors::default(), command, environment }),
         }
     });
     let mut policy = default_policy();

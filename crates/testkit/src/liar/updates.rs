@@ -89,6 +89,7 @@ impl Part {
             steps_ms: Vec::new(),
             checksum: None,
             mixed: Vec::new(),
+            notes: Vec::new(),
         };
         self.status.send_replace(Some(status.clone()));
         status

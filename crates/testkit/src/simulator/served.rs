@@ -45,20 +45,25 @@ pub(super) enum LoadError {
 }
 
 impl Served {
-    /// What a server starts with.
+    /// What a server starts with: the safetensors files that engines load. Without one, `pytorch_model.bin` stands for pickle, which engines
+    /// load and this project never reads: it is a safetensors file under that name.
     pub(super) fn open(directory: &Path) -> Result<Self, String> {
-        Self::of_files(std::iter::once(directory))
+        match (Checkpoint::open_as_engines_do(directory), directory.join("pytorch_model.bin")) {
+            (Ok(checkpoint), _) => Ok(Self::of(taken(&checkpoint)?)),
+            (Err(_), bin) if bin.is_file() => Self::of_files(std::iter::once(bin.as_path())),
+            (Err(error), _) => Err(error.to_string()),
+        }
     }
 
     /// What a server starts with that reads these files.
     pub(super) fn of_files<'a>(files: impl Iterator<Item = &'a Path>) -> Result<Self, String> {
-        let mut parameters = BTreeMap::new();
-        for file in files {
-            for Taken { name, dtype, shape, digest, nan } in read_file(file)? {
-                parameters.insert(name, Parameter { dtype, shape, digest, nan });
-            }
-        }
-        Ok(Self(parameters))
+        let read: Vec<_> = files.map(read_file).collect::<Result<_, _>>()?;
+        Ok(Self::of(read.into_iter().flatten().collect()))
+    }
+
+    fn of(tensors: Vec<Taken>) -> Self {
+        let parameter = |Taken { name, dtype, shape, digest, nan }| (name, Parameter { dtype, shape, digest, nan });
+        Self(tensors.into_iter().map(parameter).collect())
     }
 
     /// Reads a directory and replaces parameters. Blocks; `unknown_is_error` as the engine has it.
@@ -157,10 +162,13 @@ impl Served {
 }
 
 pub(super) fn read_file(path: &Path) -> Result<Vec<Taken>, String> {
-    let checkpoint = Checkpoint::open(path).map_err(|error| error.to_string())?;
+    taken(&Checkpoint::open(path).map_err(|error| error.to_string())?)
+}
+
+fn taken(checkpoint: &Checkpoint) -> Result<Vec<Taken>, String> {
     let tensors = checkpoint.tensors().iter().enumerate();
     let taken = tensors.map(|(index, tensor)| {
-        let (digest, nan) = look(&checkpoint, index, tensor.bytes)?;
+        let (digest, nan) = look(checkpoint, index, tensor.bytes)?;
         Ok(Taken { name: tensor.spec.name.clone(), dtype: tensor.spec.dtype, shape: tensor.spec.shape.clone(), digest, nan })
     });
     taken.collect()

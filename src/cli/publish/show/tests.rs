@@ -13,11 +13,15 @@ fn outcome_names_lagging_members_and_why() {
         behind: vec![(MemberName("actors/b".into()), "engine does not answer".into())],
         phases_ms: vec![("transfer".into(), 12)],
         mixed: vec![(MemberName("actors/a".into()), vec![MixedWindow { version: 7, begin_ms: 5, end_ms: Some(9) }])],
+        notes: vec![(MemberName("actors/a".into()), vec!["compared with nothing".into()])],
     };
     let text = result(&outcome);
     assert!(text.starts_with("version 7: 1 replica serves it (epoch 4, 3.00 MiB, attempt 2, manifest 0123456789ab)\n"), "{text}");
     assert!(text.contains("  transfer           12 ms\n") && text.contains("  behind: actors/b: engine does not answer\n"), "{text}");
-    assert!(text.ends_with("  served while it loaded: actors/a: from 5 to 9 (ms since 1970)\n"), "{text}");
+    assert!(
+        text.ends_with("  served while it loaded: actors/a: from 5 to 9 (ms since 1970)\n  note: actors/a: compared with nothing\n"),
+        "{text}"
+    );
 }
 
 #[test]

@@ -40,6 +40,8 @@ pub(super) struct Attempt {
     /// The engine's own checksums, where it was asked for them.
     pub(super) checksum: Option<EngineChecksum>,
     pub(super) steps_ms: Vec<(String, u64)>,
+    /// What the comparison of its tensors found and did not refuse.
+    pub(super) notes: Vec<String>,
 }
 
 impl Attempt {
@@ -59,6 +61,7 @@ impl Attempt {
             fed: false,
             checksum: None,
             steps_ms: Vec::new(),
+            notes: Vec::new(),
         }
     }
 

@@ -1,7 +1,7 @@
 //! Leaders' reports about updates, and their consequences.
 
 use super::desk::*;
-use crate::membership::{MemberStanding, Observation, Restored};
+use crate::membership::{Decision, MemberStanding, Observation, Restored};
 use crate::protocol::*;
 
 #[test]
@@ -154,4 +154,25 @@ fn replica_that_served_while_it_loaded_is_named_with_times() {
     assert!(desk.member(1).message.contains("since 20"), "{}", desk.member(1).message);
     desk.tell(1, |state| state.mixed = vec![window(7, Some(75))]);
     assert!(!desk.member(1).message.contains("mixture"), "a load of other weights than it holds: {}", desk.member(1).message);
+}
+
+/// An agent may find that out before it has a name in a group: it must not be lost then.
+#[test]
+fn member_compared_with_nothing_says_so_once_it_has_a_name() {
+    let mut desk = Desk::restored(config(), 2, Restored::default());
+    let why = |state: &mut MemberState| {
+        if let Some(engine) = &mut state.engine {
+            engine.unchecked = Some("there are pickles only".into());
+        }
+    };
+    desk.tell(1, why);
+    assert_eq!(desk.event(Reason::EngineUnproven), None);
+    desk.form(2);
+    desk.serves(1);
+    let wanted = "the names and shapes of a first version are compared with nothing: there are pickles only";
+    assert_eq!(desk.event(Reason::EngineUnproven), Some((Some(name(1)), wanted.to_owned())));
+    assert!(desk.member(1).message.ends_with(&format!("; {wanted}")), "{}", desk.member(1).message);
+    assert!(!desk.member(2).message.contains("compared"), "{}", desk.member(2).message);
+    let decisions = desk.tell(1, |state| state.healthy = true);
+    assert!(!decisions.iter().any(|decision| matches!(decision, Decision::Event { .. })), "it is known: {decisions:?}");
 }

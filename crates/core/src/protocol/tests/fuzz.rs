@@ -72,7 +72,7 @@ pub(super) fn messages() -> Vec<Message> {
     entry["encoding"] = json!("plain");
     let layout = json!({"artifact": "model", "entries": [entry], "totalBytes": 24, "bucketBytes": 64});
     let (assignment, failed) = (
-        json!({"role": "rollout", "engines": [{"kind": "vllm", "port": 8000}], "registered": true, "serveBeforeFirstVersion": true, "current": held, "returned": returned, "newest": 9, "transport": {"wish": "auto", "slotBytes": 1, "slots": 2, "environment": {"NCCL_DEBUG": "INFO"}, "defaults": {"NCCL_CUMEM_ENABLE": "0"}}}),
+        json!({"role": "rollout", "engines": [{"kind": "vllm", "port": 8000}], "registered": true, "serveBeforeFirstVersion": true, "current": held, "returned": returned, "newest": 9, "ignored": ["*.inv_freq"], "transport": {"wish": "auto", "slotBytes": 1, "slots": 2, "environment": {"NCCL_DEBUG": "INFO"}, "defaults": {"NCCL_CUMEM_ENABLE": "0"}}}),
         json!({"code": "Timeout", "message": "m", "retryable": true, "phase": "Verify", "member": "rollouts/a"}),
     );
     let shown = json!({"epoch": 3, "version": 9, "replicas": [{"name": "rollouts/a", "url": "u", "state": "ready", "version": 9, "provenBy": "Digests", "rankOffset": 1, "size": 2, "mixed": [mixed]}]});
@@ -82,7 +82,7 @@ pub(super) fn messages() -> Vec<Message> {
     });
     let result = json!({
         "version": 9, "epoch": 3, "attempts": 1, "bytes": 24, "manifest": "ab", "installed": ["rollouts/a"], "behind": [["rollouts/b", "r"]],
-        "phasesMs": [["begin", 1]],
+        "phasesMs": [["begin", 1]], "mixed": [["rollouts/a", [mixed]]], "notes": [["rollouts/a", ["n"]]],
     });
     let nccl = "A".repeat(171) + "=";
     let handle = "A".repeat(86) + "==";
@@ -111,7 +111,7 @@ pub(super) fn messages() -> Vec<Message> {
         FinishRequest: json!({"update": update, "tensorDigests": ["00"], "manifestDigest": "ab", "check": true});
         ActivateRequest: json!({"update": update, "agreed": true});
         AbortRequest: json!({"update": update, "reason": "r"});
-        UpdateStatus: json!({"update": update, "sequence": 1, "step": "Delivered", "bytes": 2, "reason": "r", "dirty": true, "refused": true, "repeats": true, "stepsMs": [["a", 1]], "checksum": {"of": "vllm 1", "digest": "ab", "tookMs": 3}, "mixed": [mixed]});
+        UpdateStatus: json!({"update": update, "sequence": 1, "step": "Delivered", "bytes": 2, "reason": "r", "dirty": true, "refused": true, "repeats": true, "stepsMs": [["a", 1]], "checksum": {"of": "vllm 1", "digest": "ab", "tookMs": 3}, "mixed": [mixed], "notes": ["n"]});
         ExternalBegin: json!({"update": update, "held": held, "timeoutMs": 5});
         ExternalEnd: json!({"update": update, "outcome": {"kind": "delivered", "engineVersion": "v"}}),
             json!({"update": update, "outcome": {"kind": "untouched", "reason": "r"}});

@@ -4,7 +4,7 @@
 //! stream reads each file from front to back. It keeps the files open, so that a replaced directory does not mix two checkpoints. It never
 //! maps them: a file that is truncated under a mapping kills the process.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read};
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
@@ -38,20 +38,22 @@ pub struct Checkpoint {
 struct OpenFile {
     name: String,
     file: File,
-    stamp: Stamp,
+    stamp: FileStamp,
 }
 
-/// Changes whenever a file is written to.
+/// Which file it is, and its state: changes whenever the file is written to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Stamp {
+pub struct FileStamp {
     bytes: u64,
     modified: (i64, i64),
+    place: (u64, u64),
 }
 
-impl Stamp {
+impl FileStamp {
     fn of(file: &File) -> io::Result<(Self, bool)> {
         let found = file.metadata()?;
-        Ok((Self { bytes: found.len(), modified: (found.mtime(), found.mtime_nsec()) }, found.is_file()))
+        let modified = (found.mtime(), found.mtime_nsec());
+        Ok((Self { bytes: found.len(), modified, place: (found.dev(), found.ino()) }, found.is_file()))
     }
 }
 
@@ -78,6 +80,34 @@ impl Checkpoint {
         Self::read(vec![OpenFile::open(&path.join(&name), shown(&name))?])
     }
 
+    /// Opens what an engine loads that is started with this path (vLLM 0.32, `filter_duplicate_safetensors_files`; SGLang does the same): in a
+    /// directory all safetensors files, or where there is an index those that it names, with all tensors in them, whatever the index says of
+    /// single tensors. Of two with one name the one in the later file counts. Files in Mistral's own naming (`consolidated*`) count where
+    /// there are no others.
+    pub fn open_as_engines_do(path: &Path) -> Result<Self, SafetensorsError> {
+        let shown_path = path.display().to_string();
+        if !std::fs::metadata(path).map_err(|source| SafetensorsError::io(&shown_path, source))?.is_dir() {
+            return Self::open(path);
+        }
+        let index = path.join(INDEX_FILE);
+        let mut names = if index.exists() { read_index(&index)?.into_values().collect() } else { safetensors_files(path, &shown_path)? };
+        names.sort();
+        names.dedup();
+        if names.is_empty() {
+            return Err(no_file(&shown_path));
+        }
+        if names.iter().any(|name| !name.starts_with("consolidated")) {
+            names.retain(|name| !name.starts_with("consolidated"));
+        }
+        let files = names.iter().map(|name| OpenFile::open(&path.join(name), shown(name)));
+        let mut checkpoint = Self::read_headers(files.collect::<Result<_, _>>()?)?;
+        let mut seen = BTreeSet::new();
+        checkpoint.tensors.reverse();
+        checkpoint.tensors.retain(|tensor| seen.insert(tensor.spec.name.clone()));
+        checkpoint.tensors.reverse();
+        Ok(checkpoint)
+    }
+
     fn open_shards(directory: &Path, places: &BTreeMap<String, String>) -> Result<Self, SafetensorsError> {
         let mut names: Vec<&String> = places.values().collect();
         names.sort();
@@ -97,6 +127,17 @@ impl Checkpoint {
     }
 
     fn read(files: Vec<OpenFile>) -> Result<Self, SafetensorsError> {
+        let checkpoint = Self::read_headers(files)?;
+        let mut seen = BTreeMap::new();
+        for (tensor, file) in checkpoint.names() {
+            if let Some(other) = seen.insert(tensor, file) {
+                return Err(SafetensorsError::tensor(file, tensor, format!("is also in {other}")));
+            }
+        }
+        Ok(checkpoint)
+    }
+
+    fn read_headers(files: Vec<OpenFile>) -> Result<Self, SafetensorsError> {
         let mut checkpoint = Self { files, tensors: Vec::new(), metadata: BTreeMap::new() };
         for (position, open) in checkpoint.files.iter_mut().enumerate() {
             let io = |source| SafetensorsError::io(&open.name, source);
@@ -117,12 +158,6 @@ impl Checkpoint {
                 offset: start.saturating_add(tensor.begin),
                 spec: TensorSpec::new(tensor.name, tensor.dtype, tensor.shape),
             }));
-        }
-        let mut seen = BTreeMap::new();
-        for (tensor, file) in checkpoint.names() {
-            if let Some(other) = seen.insert(tensor, file) {
-                return Err(SafetensorsError::tensor(file, tensor, format!("is also in {other}")));
-            }
         }
         Ok(checkpoint)
     }
@@ -198,10 +233,15 @@ impl Checkpoint {
         Ok(())
     }
 
+    /// The state of a tensor's file when it was opened.
+    pub fn stamp_of(&self, index: usize) -> Option<FileStamp> {
+        Some(self.files.get(self.tensors.get(index)?.file)?.stamp)
+    }
+
     /// Checks that no file was written to since the checkpoint was opened; otherwise the bytes may be a mixture.
     pub fn check_unchanged(&self) -> Result<(), SafetensorsError> {
         for open in &self.files {
-            let (now, _) = Stamp::of(&open.file).map_err(|source| SafetensorsError::io(&open.name, source))?;
+            let (now, _) = FileStamp::of(&open.file).map_err(|source| SafetensorsError::io(&open.name, source))?;
             if now != open.stamp {
                 return Err(SafetensorsError::file(&open.name, "was written to while it was read: publish a finished checkpoint"));
             }
@@ -221,7 +261,7 @@ impl OpenFile {
         let opened = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK | libc::O_CLOEXEC).open(path);
         let io = |source| SafetensorsError::io(&name, source);
         let file = opened.map_err(io)?;
-        let (stamp, is_file) = Stamp::of(&file).map_err(io)?;
+        let (stamp, is_file) = FileStamp::of(&file).map_err(io)?;
         if is_file { Ok(Self { name, file, stamp }) } else { Err(SafetensorsError::file(&name, "is not a regular file")) }
     }
 }
@@ -236,19 +276,29 @@ fn read_index(path: &Path) -> Result<BTreeMap<String, String>, SafetensorsError>
     parse_index(INDEX_FILE, &json)
 }
 
-/// The only safetensors file of a directory that has neither of the usual names.
-fn only_file(directory: &Path, shown_path: &str) -> Result<String, SafetensorsError> {
+/// Names of the safetensors files of a directory.
+fn safetensors_files(directory: &Path, shown_path: &str) -> Result<Vec<String>, SafetensorsError> {
     let io = |source| SafetensorsError::io(shown_path, source);
     let mut names = Vec::new();
     for entry in std::fs::read_dir(directory).map_err(io)? {
         let name = entry.map_err(io)?.file_name().to_string_lossy().into_owned();
-        if name.strip_suffix(".safetensors").is_some() {
+        if name.strip_suffix(".safetensors").is_some_and(|stem| !name.starts_with('.') && !stem.is_empty()) {
             names.push(name);
         }
     }
+    Ok(names)
+}
+
+/// The only safetensors file of a directory that has neither of the usual names.
+fn only_file(directory: &Path, shown_path: &str) -> Result<String, SafetensorsError> {
+    let mut names = safetensors_files(directory, shown_path)?;
     match (names.pop(), names.is_empty()) {
         (Some(name), true) => Ok(name),
-        (None, _) => Err(SafetensorsError::file(shown_path, "holds no safetensors file (pickle is never read)")),
+        (None, _) => Err(no_file(shown_path)),
         (Some(_), false) => Err(SafetensorsError::file(shown_path, format!("holds several safetensors files and no {INDEX_FILE}"))),
     }
+}
+
+fn no_file(shown_path: &str) -> SafetensorsError {
+    SafetensorsError::file(shown_path, "holds no safetensors file (pickle is never read)")
 }

@@ -4,6 +4,7 @@ use std::fs;
 use std::path::Path;
 
 use proptest::prelude::*;
+use serde_json::{Map, Value, json};
 
 use crate::weights::safetensors::{Checkpoint, INDEX_FILE, header_length, parse_header, parse_index};
 
@@ -126,6 +127,44 @@ fn a_directory_that_is_no_checkpoint_says_what_is_wrong() {
     }
     assert_eq!(open(&[(a, with("x"))]).unwrap().tensors().len(), 1);
     assert_eq!(open(&[(b, with("y")), (a, with("x")), index(r#""y":"b.safetensors","x":"a.safetensors""#)]).unwrap().specs()[0].name, "x");
+}
+
+/// `python/tests/test_loaded_files.py` asks vLLM for the same table.
+#[test]
+fn engine_loads_all_tensors_of_the_files_that_count() {
+    let table: Vec<Value> = serde_json::from_str(include_str!("loaded_files.json")).unwrap();
+    assert!(table.len() > 10);
+    for case in table {
+        let directory = tempfile::tempdir().unwrap();
+        for (name, tensors) in case["files"].as_object().unwrap() {
+            let tensors = tensors.as_array().unwrap();
+            let place = |at: usize| json!({"dtype": "U8", "shape": [1], "data_offsets": [at, at + 1]});
+            let header: Map<String, Value> =
+                tensors.iter().enumerate().map(|(at, tensor)| (tensor.as_str().unwrap().to_owned(), place(at))).collect();
+            fs::write(directory.path().join(name), file(&Value::Object(header).to_string(), &vec![7; tensors.len()])).unwrap();
+        }
+        if case["index"].is_object() {
+            fs::write(directory.path().join(INDEX_FILE), json!({"weight_map": case["index"]}).to_string()).unwrap();
+        }
+        let opened = Checkpoint::open_as_engines_do(directory.path());
+        let mut loads: Option<Vec<String>> = opened.ok().map(|opened| opened.specs().into_iter().map(|spec| spec.name).collect());
+        if let Some(loads) = &mut loads {
+            loads.sort();
+        }
+        assert_eq!(json!(loads), case["loads"], "{}", case["what"]);
+    }
+}
+
+#[test]
+fn engine_files_that_cannot_be_read_are_named() {
+    let directory = tempfile::tempdir().unwrap();
+    let error = || Checkpoint::open_as_engines_do(directory.path()).unwrap_err().to_string();
+    fs::write(directory.path().join("pytorch_model.bin"), [1]).unwrap();
+    assert!(error().contains("holds no safetensors file (pickle is never read)"), "{}", error());
+    fs::write(directory.path().join("a.safetensors"), [1, 2, 3]).unwrap();
+    assert!(error().contains("a.safetensors: cut short"), "{}", error());
+    fs::write(directory.path().join(INDEX_FILE), r#"{"weight_map":{"x":"../b.safetensors"}}"#).unwrap();
+    assert!(error().contains("is not a plain"), "{}", error());
 }
 
 #[test]
