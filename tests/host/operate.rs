@@ -111,3 +111,20 @@ async fn what_an_agent_logs_changes_while_it_runs_and_goes_back() {
     assert_eq!(ask("").await.0, 200);
     assert_eq!(shown().await["filter"], started);
 }
+
+/// The next user of the name found a folder of somebody else.
+#[tokio::test(flavor = "multi_thread")]
+async fn group_on_one_host_removes_the_folders_that_it_made() {
+    let mut world = World::start(json!({"minReady": 1}), [Actor::new()]).await;
+    world.until_ready(1).await;
+    let checkpoint = Model::small(1).save(&world.folder().join("v1"));
+    world.publish(&checkpoint, 1, &[]).await.done();
+    let versions = world.folder().join("versions");
+    assert!(versions.join("actor-0").exists());
+    world.stop();
+    assert!(
+        !versions.exists(),
+        "{:?}",
+        std::fs::read_dir(&versions).map(|all| all.flatten().map(|entry| entry.path()).collect::<Vec<_>>())
+    );
+}

@@ -4,6 +4,7 @@
 //! one object, and runs the same coordinator as the controller. It decides when a process is restarted; `membership` decides the members of
 //! the group. It never touches a weight.
 
+mod folder;
 mod group;
 pub mod guard;
 mod page;

@@ -10,6 +10,7 @@ use tokio::sync::{broadcast, mpsc, oneshot, watch};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 
+use super::folder::{FolderError, VersionsFolder};
 use super::guard::Guard;
 use super::page::PageServer;
 use super::spec::GroupSpec;
@@ -42,6 +43,8 @@ pub enum GroupError {
     Io { what: String, source: std::io::Error },
     #[error(transparent)]
     Epoch(#[from] PersistError),
+    #[error(transparent)]
+    Folder(#[from] FolderError),
 }
 
 /// A running group. Dropping it kills every process that it started.
@@ -74,11 +77,13 @@ impl Group {
     }
 
     /// As [`start`](Self::start), with certificates of that lifetime.
-    pub async fn start_certified(spec: GroupSpec, certificates: Duration) -> Result<Self, GroupError> {
+    pub async fn start_certified(mut spec: GroupSpec, certificates: Duration) -> Result<Self, GroupError> {
         let io = |what: &str| {
             let what = what.to_owned();
             move |source| GroupError::Io { what, source }
         };
+        let versions = VersionsFolder::make(&spec.versions, spec.pods.iter().map(|pod| pod.name.as_str()))?;
+        spec.versions = versions.path().to_owned();
         let store = FileStore::new(&spec.directory);
         let epoch = store.read()?;
         let ca = Arc::new(Ca::generate()?);
@@ -123,7 +128,7 @@ impl Group {
         let (orders, inbox) = mpsc::channel(64);
         let controller = format!("https://{address}");
         let (over, weak) = (over.drop_guard(), orders.downgrade());
-        let supervisor = Supervisor::new(spec, weightsync, controller, ca, tokens, directory, coordinator, over, weak, guard);
+        let supervisor = Supervisor::new(spec, weightsync, controller, ca, tokens, directory, coordinator, over, weak, guard, versions);
         let supervisor = AbortOnDropHandle::new(tokio::spawn(supervisor.run(inbox, cancel.clone())));
         Ok(Self { orders, view, events, name, recent, cancel, _supervisor: supervisor, _server: server, _certified: certified })
     }

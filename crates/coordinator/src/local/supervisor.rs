@@ -10,6 +10,7 @@ use rustix::process::Signal;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio_util::sync::{CancellationToken, DropGuard};
 
+use super::folder::VersionsFolder;
 use super::guard::Guard;
 use super::guard::Whole;
 use super::pod::{EngineProgram, PodSpec};
@@ -93,6 +94,8 @@ pub(super) struct Supervisor {
     pods: Vec<Pod>,
     /// The version in the agents' assignment that every rollout should hold.
     current: Option<HeldVersion>,
+    /// Goes after the processes have ended.
+    _versions: VersionsFolder,
 }
 
 /// One of a pod's processes, to be started.
@@ -123,6 +126,7 @@ impl Supervisor {
         over: DropGuard,
         orders: mpsc::WeakSender<Order>,
         guard: Guard,
+        versions: VersionsFolder,
     ) -> Self {
         let pod = |spec: &PodSpec| Pod {
             spec: spec.clone(),
@@ -145,6 +149,7 @@ impl Supervisor {
             _over: over,
             orders,
             guard: Arc::new(guard),
+            _versions: versions,
             pods,
             current: None,
         }
