@@ -26,10 +26,11 @@ ANSWER = 10.0
 class EngineRegistration:
     """The registration of one engine; ends with `close`, with the context, or with this process."""
 
-    def __init__(self, port: int, address: str | None, socket: str | None) -> None:
+    def __init__(self, port: int, address: str | None, socket: str | None, api_key: str | None = None) -> None:
         self.port = port
         """Port of the engine's server."""
-        self._request = {"op": "register", "port": port, **({} if address is None else {"address": address})}
+        given = {"address": address, "apiKey": api_key}
+        self._request = {"op": "register", "port": port, **{name: value for name, value in given.items() if value is not None}}
         self._socket = socket
         self._closed = threading.Event()
         self._wire: Wire | None = None
@@ -111,13 +112,16 @@ class EngineRegistration:
             wire.close()
 
 
-def register_engine(port: int, address: str | None = None, *, socket: str | None = None, timeout: float = 60) -> EngineRegistration:
+def register_engine(
+    port: int, address: str | None = None, *, api_key: str | None = None, socket: str | None = None, timeout: float = 60
+) -> EngineRegistration:
     """Registers the engine whose server listens on `port` of this pod; keep the result for as long as the engine serves.
 
     Call it in the process that runs the server, or that starts and ends it. `address` is where the server listens if not on 127.0.0.1: the
-    pod's own address. The agent's socket is `socket`, else WEIGHTSYNC_SOCKET, else that of WEIGHTSYNC_POD_UID, else the only one here.
+    pod's own address. `api_key` is what the server asks of its clients (vLLM's `--api-key`); the agent sends it to this port alone, and its own
+    key to no registered engine. The agent's socket is `socket`, else WEIGHTSYNC_SOCKET, else that of WEIGHTSYNC_POD_UID, else the only one here.
     Raises `Timeout` if no agent that takes engines is there within `timeout` seconds, and `NotAllowed` or `Refused` if it refuses.
     """
-    registration = EngineRegistration(port, address, socket.removeprefix("@") if socket else None)
+    registration = EngineRegistration(port, address, socket.removeprefix("@") if socket else None, api_key)
     registration._start(timeout)
     return registration

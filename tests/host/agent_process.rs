@@ -235,8 +235,12 @@ impl Agent {
     }
 
     async fn until_ready_says(&self, status: u16, text: &str) {
+        self.until_ready_within(SOON, status, text).await;
+    }
+
+    async fn until_ready_within(&self, limit: Duration, status: u16, text: &str) {
         let mut last = (0, String::new());
-        let asked = tokio::time::timeout(SOON, async {
+        let asked = tokio::time::timeout(limit, async {
             loop {
                 last = self.page("/readyz").await;
                 if last.0 == status && last.1.contains(text) {

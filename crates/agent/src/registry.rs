@@ -13,6 +13,7 @@ use tokio::sync::watch;
 
 pub(crate) use self::report::Reporter;
 use weightsync_core::protocol::MOST_ENGINES;
+use weightsync_engine::ApiKey;
 
 /// The engines that are registered now.
 pub struct Registry {
@@ -28,9 +29,18 @@ pub(crate) struct Engines {
     last: u64,
 }
 
-struct Entry {
+/// What a registration says of its engine, apart from its port.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Registered {
     /// Where its server listens, if the registration names it.
-    address: Option<IpAddr>,
+    pub address: Option<IpAddr>,
+    /// The key of its server, if it has one. The key of the agent's own environment is never sent there: any container of the pod may
+    /// register a port.
+    pub api_key: Option<ApiKey>,
+}
+
+struct Entry {
+    engine: Registered,
     /// Number of the registration that holds it.
     number: u64,
 }
@@ -41,6 +51,8 @@ pub(crate) enum RegisterError {
     NoPort,
     #[error("{address} is no address of this pod ({pod}): an engine registers with the agent of its own pod")]
     OtherPod { address: IpAddr, pod: IpAddr },
+    #[error("{0}")]
+    Key(String),
     #[error("{MOST_ENGINES} engines are registered already, which is the most for one pod")]
     TooMany,
 }
@@ -59,24 +71,25 @@ impl Registry {
     }
 
     /// Registers the engine at a port. A second registration of a port replaces the first: a new process has that port now. With another
-    /// address it is another engine.
-    pub(crate) fn register(self: &Arc<Self>, port: u16, address: Option<IpAddr>) -> Result<Registration, RegisterError> {
+    /// address or key it is another engine.
+    pub(crate) fn register(self: &Arc<Self>, port: u16, engine: Registered) -> Result<Registration, RegisterError> {
         if port == 0 {
             return Err(RegisterError::NoPort);
         }
-        if let Some(address) = address.filter(|address| !address.is_loopback() && *address != self.pod) {
+        if let Some(address) = engine.address.filter(|address| !address.is_loopback() && *address != self.pod) {
             return Err(RegisterError::OtherPod { address, pod: self.pod });
         }
         let mut number = None;
         self.engines.send_if_modified(|engines| {
-            let before = engines.by_port.get(&port).map(|entry| entry.address);
+            let before = engines.by_port.get(&port).map(|entry| entry.engine.clone());
             if before.is_none() && engines.by_port.len() >= MOST_ENGINES {
                 return false;
             }
             engines.last += 1;
             number = Some(engines.last);
-            engines.by_port.insert(port, Entry { address, number: engines.last });
-            before != Some(address)
+            let another = before.as_ref() != Some(&engine);
+            engines.by_port.insert(port, Entry { engine: engine.clone(), number: engines.last });
+            another
         });
         let number = number.ok_or(RegisterError::TooMany)?;
         tracing::info!(port, "an engine registered");
@@ -88,9 +101,9 @@ impl Registry {
         self.engines.borrow().by_port.keys().copied().collect()
     }
 
-    /// Address of the server of a registered engine, if its registration names one.
-    pub(crate) fn address(&self, port: u16) -> Option<IpAddr> {
-        self.engines.borrow().by_port.get(&port).and_then(|entry| entry.address)
+    /// What the registration of a port says of its engine.
+    pub(crate) fn of(&self, port: u16) -> Option<Registered> {
+        self.engines.borrow().by_port.get(&port).map(|entry| entry.engine.clone())
     }
 
     /// Marks each change of the registered engines.

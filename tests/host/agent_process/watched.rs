@@ -1,6 +1,6 @@
 //! What becomes of an engine when its object is deleted or its registration ends: a real simulated server and a real agent.
 
-use std::net::{IpAddr, TcpListener};
+use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,6 +9,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use tokio::process::{Child, Command};
 use weightsync_agent::process::EngineFactory;
+use weightsync_agent::registry::Registered;
 use weightsync_core::protocol::*;
 use weightsync_engine::EngineConfig;
 
@@ -101,7 +102,8 @@ fn engine_at(port: u16) -> EngineAssignment {
 /// The adapters of real servers.
 fn vllm(folder: &Path) -> EngineFactory {
     let versions = folder.join("versions");
-    Arc::new(move |engine: &EngineAssignment, address: Option<IpAddr>| {
+    Arc::new(move |engine: &EngineAssignment, registered: Option<&Registered>| {
+        let address = registered.and_then(|registered| registered.address);
         let host = address.map_or_else(|| "127.0.0.1".to_owned(), |address| address.to_string());
         weightsync_engine::connect(EngineConfig {
             kind: "vllm".into(),
@@ -132,7 +134,8 @@ async fn pod_without_its_object_is_as_ready_as_its_engine() {
     agent.until_ready_says(200, "ok").await;
 
     server.signal(Signal::STOP);
-    agent.until_ready_says(503, "health probes").await;
+    // Three probes of 3 s each, and a look whether it computes: this takes 12 s at least.
+    agent.until_ready_within(3 * SOON, 503, "health probes").await;
     server.signal(Signal::CONT);
     agent.until_ready_says(200, "ok").await;
     server.kill().await;
@@ -239,14 +242,45 @@ async fn engine_that_registers_another_address_is_asked_there() {
     let operator = Operator::start().await;
     let _planner = Planner::start(&operator, "v");
     let (seen, mut asked) = tokio::sync::mpsc::unbounded_channel();
-    let engines: EngineFactory = Arc::new(move |_, address| {
-        seen.send(address).unwrap();
+    let engines: EngineFactory = Arc::new(move |_, registered| {
+        seen.send(registered.cloned().unwrap_or_default()).unwrap();
         Ok(Arc::new(super::Idle))
     });
     let agent = Agent::start_over(&operator, "v", folder.path(), engines);
     let _first = Process::start("weightsync/uid-v", 8001, "");
-    assert_eq!(tokio::time::timeout(SOON, asked.recv()).await.unwrap(), Some(None));
+    assert_eq!(tokio::time::timeout(SOON, asked.recv()).await.unwrap(), Some(Registered::default()));
     let _second = Process::start("weightsync/uid-v", 8001, "127.0.0.1");
-    assert_eq!(tokio::time::timeout(SOON, asked.recv()).await.unwrap(), Some(Some("127.0.0.1".parse().unwrap())));
+    let there = Registered { address: Some("127.0.0.1".parse().unwrap()), api_key: None };
+    assert_eq!(tokio::time::timeout(SOON, asked.recv()).await.unwrap(), Some(there));
+    agent.end().await;
+}
+
+/// Any container of a pod may register a port: the pod's key for its engine is sent to none of them.
+#[tokio::test(flavor = "multi_thread")]
+async fn registered_engine_is_sent_its_own_key_and_no_other() {
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    let folder = tempfile::tempdir().unwrap();
+    let operator = Operator::start().await;
+    let _planner = Planner::start(&operator, "k");
+    let (seen, mut asked) = tokio::sync::mpsc::unbounded_channel();
+    let engines: EngineFactory = Arc::new(move |_, registered| {
+        seen.send(registered.unwrap().api_key.as_ref().map(|key| key.text().to_owned())).unwrap();
+        Ok(Arc::new(super::Idle))
+    });
+    let agent = Agent::start_over(&operator, "k", folder.path(), engines);
+    let registers = "
+import sys, weightsync
+held = [weightsync.register_engine(8001), weightsync.register_engine(8002, api_key='the-key')]
+sys.stdin.read()
+";
+    let mut command = Command::new("python3");
+    command.args(["-c", registers]).env("WEIGHTSYNC_SOCKET", "weightsync/uid-k").stdin(std::process::Stdio::piped()).kill_on_drop(true);
+    let _process = command.env("PYTHONPATH", Path::new(env!("CARGO_MANIFEST_DIR")).join("python")).spawn().unwrap();
+    let mut keys = Vec::new();
+    for _ in 0..2 {
+        keys.push(tokio::time::timeout(SOON, asked.recv()).await.unwrap().unwrap());
+    }
+    keys.sort();
+    assert_eq!(keys, [None, Some("the-key".to_owned())]);
     agent.end().await;
 }

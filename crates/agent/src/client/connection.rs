@@ -17,8 +17,9 @@ use super::publish::{From, Publish, Running};
 use super::ring::RingOfConnection;
 use super::wire::{Outbox, Outgoing};
 use super::{Refused, Shared};
-use crate::registry::Registration;
+use crate::registry::{RegisterError, Registered, Registration};
 use weightsync_core::protocol::{CLIENT_PROTOCOL, ClientReply, ClientRequest, PublishError, PublishErrorCode};
+use weightsync_engine::ApiKey;
 
 /// A client says hello within this long.
 const HELLO: Duration = Duration::from_secs(10);
@@ -137,9 +138,10 @@ impl Connection {
             (_, Some(_)) => return Err(Refused::NoTrainer),
         }
         match request {
-            ClientRequest::Register { port, address } => {
+            ClientRequest::Register { port, address, api_key } => {
                 let Some(registry) = &self.shared.engines else { return Err(Refused::NoEngines) };
-                let registration = registry.register(port, address)?;
+                let api_key = api_key.map(|key| ApiKey::new(&key.0)).transpose().map_err(|error| RegisterError::Key(error.to_string()))?;
+                let registration = registry.register(port, Registered { address, api_key })?;
                 self.engines.retain(|earlier| earlier.port() != port);
                 self.engines.push(registration);
                 self.outbox.say(ClientReply::Registered { port });

@@ -19,6 +19,7 @@ use crate::enrollment::{Applicant, TokenSource, read_token};
 use crate::fabric::FabricSettings;
 use crate::gpu::{GpuChoice, GpuSettings};
 use crate::process::{self, EngineFactory, Settings};
+use crate::registry::Registered;
 use crate::rollout::Places;
 use crate::space::Cgroups;
 use weightsync_core::protocol::{EngineAssignment, Incarnation, Role};
@@ -223,15 +224,15 @@ impl AgentArgs {
         let unproven_routes = unproven_routes();
         let owner = format!("{}.{}", self.namespace, self.pod);
         let (host, served_model, versions) = (self.engine_host.clone(), self.model_dir.clone(), self.version_dir.clone());
-        Ok(Arc::new(move |engine: &EngineAssignment, address: Option<IpAddr>| {
-            let url = match address {
+        Ok(Arc::new(move |engine: &EngineAssignment, registered: Option<&Registered>| {
+            let url = match registered.and_then(|registered| registered.address) {
                 Some(address) => format!("http://{}", SocketAddr::new(address, engine.port)),
                 None => format!("http://{host}:{}", engine.port),
             };
             weightsync_engine::connect(EngineConfig {
                 kind: engine.kind.clone(),
                 url,
-                api_key: api_key.clone(),
+                api_key: registered.map_or_else(|| api_key.clone(), |registered| registered.api_key.clone()),
                 served_model: served_model.clone(),
                 owner: format!("{owner}.{}", engine.port),
                 record: Some(versions.join(format!("engine-{}.json", engine.port))),

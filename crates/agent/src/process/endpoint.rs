@@ -24,7 +24,7 @@ use crate::group::{Me, Standing};
 use crate::lead::Leader;
 use crate::lead::feed::Feeder;
 use crate::locks::lock;
-use crate::registry::Registry;
+use crate::registry::{Registered, Registry};
 use crate::rollout::readiness::Assigned;
 use crate::rollout::{Places, Rollout, StartError};
 use crate::server::{Endpoint, Part, router};
@@ -43,8 +43,8 @@ use weightsync_transport::tcp::{DataTls, TcpOptions, TcpTransport};
 /// agent that still believed in that controller would not announce itself to the next one in time to keep its epoch.
 const STALLED: Duration = Duration::from_secs(2);
 
-/// Connects to an engine; at the given address, or at the usual one without it.
-pub type EngineFactory = Arc<dyn Fn(&EngineAssignment, Option<IpAddr>) -> Result<Arc<dyn Engine>, EngineError> + Send + Sync>;
+/// Connects to an engine: as its registration says, or as the agent was started for one that the object lists.
+pub type EngineFactory = Arc<dyn Fn(&EngineAssignment, Option<&Registered>) -> Result<Arc<dyn Engine>, EngineError> + Send + Sync>;
 
 #[derive(Debug, thiserror::Error)]
 pub(super) enum StartFailed {
@@ -68,8 +68,8 @@ pub(super) enum StartFailed {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct EngineAt {
     pub(super) engine: EngineAssignment,
-    /// Where its server listens, if its registration names it.
-    pub(super) address: Option<IpAddr>,
+    /// What its registration says of it; none for one that the object lists.
+    pub(super) registered: Option<Registered>,
 }
 
 /// What all claims of a process share.
@@ -263,8 +263,9 @@ impl Session {
 
     fn rollout(&self, wanted: &EngineAt, core: &Arc<Core>) -> Result<Arc<Rollout>, StartFailed> {
         let settings = &self.settings;
-        let EngineAt { engine, address } = wanted;
-        let adapter = (settings.engines)(engine, *address).map_err(|source| StartFailed::Engine { port: engine.port, source })?;
+        let EngineAt { engine, registered } = wanted;
+        let adapter =
+            (settings.engines)(engine, registered.as_ref()).map_err(|source| StartFailed::Engine { port: engine.port, source })?;
         let name = format!("{}-{}", settings.places.name, engine.port);
         let places = Places { name, ..settings.places.clone() };
         Ok(Rollout::start(core.clone(), adapter, places, settings.cgroups.clone())?)

@@ -146,13 +146,13 @@ impl Running {
     fn wanted(&self) -> BTreeMap<u16, EngineAt> {
         let assigned = self.claim.assignment.borrow().engines.clone();
         let Some(registry) = &self.claim.registry else {
-            return assigned.into_iter().map(|engine| (engine.port, EngineAt { engine, address: None })).collect();
+            return assigned.into_iter().map(|engine| (engine.port, EngineAt { engine, registered: None })).collect();
         };
         let engine = |port| {
             let named = assigned.iter().find(|engine| engine.port == port);
             let kept = || self.engines.get(&port).map(|kept| &kept.wanted.engine);
             let engine = named.or_else(kept)?.clone();
-            Some((port, EngineAt { engine, address: registry.address(port) }))
+            Some((port, EngineAt { engine, registered: registry.of(port) }))
         };
         registry.ports().into_iter().filter_map(engine).collect()
     }

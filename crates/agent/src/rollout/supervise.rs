@@ -30,11 +30,13 @@ impl Rollout {
         let mut knows = false;
         loop {
             let policy = self.policy();
-            if self.switching.try_lock().is_ok() {
+            // A release may wait a minute for an engine that hangs: the pod must not be ready for so long.
+            let releasing = self.releasing.try_lock().is_err() && !self.read(State::is_switching);
+            if self.switching.try_lock().is_ok() || releasing {
                 let timeout = Duration::from_millis(policy.health.timeout_ms);
                 let asked = self.ask_engine(timeout, timeout.max(PROPERTIES)).await;
                 match asked {
-                    Ok(()) if !knows => knows = self.learn_what_was_left(begun, &policy).await,
+                    Ok(()) if !knows && !releasing => knows = self.learn_what_was_left(begun, &policy).await,
                     Ok(()) => {}
                     Err(_) => self.look_for_wedge(&policy.health).await,
                 }

@@ -83,8 +83,8 @@ impl Drop for VersionsFolder {
     /// A folder that is not empty stays: a record of an engine that goes on, or what agents that were killed left.
     fn drop(&mut self) {
         let removed = |path: &Path| fs::remove_dir(path).is_ok() || !path.exists();
-        let empty = self.pods.iter().fold(true, |empty, pod| removed(pod) && empty);
-        if !empty || self.made.is_empty() {
+        let left = self.pods.iter().filter(|pod| !removed(pod)).count();
+        if left > 0 || self.made.is_empty() {
             return;
         }
         let _marker = fs::remove_file(self.path.join(MARKER));

@@ -10,6 +10,7 @@
 //! While a publish runs, the agent sends a line at least once a second (`alive` if nothing else): a client that receives nothing for ten
 //! seconds treats its agent as lost. A second publish on a connection whose publish runs is refused: use a second connection.
 
+use std::fmt;
 use std::net::IpAddr;
 
 use serde::{Deserialize, Serialize};
@@ -19,6 +20,17 @@ use crate::weights::{Layout, TensorSpec};
 
 /// Number of this protocol; a client of another number is refused with both numbers.
 pub const CLIENT_PROTOCOL: u32 = 1;
+
+/// An API key of an engine. Its text is in messages of the local socket only, never in logs or errors.
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct EngineKey(pub String);
+
+impl fmt::Debug for EngineKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("EngineKey(...)")
+    }
+}
 
 /// Requests of a client.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -100,6 +112,9 @@ pub enum ClientRequest {
         /// Address of its server: loopback, or the pod's own. Default: the agent's `--engine-host`.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         address: Option<IpAddr>,
+        /// Key that its server asks of its clients. Default: none.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        api_key: Option<EngineKey>,
     },
     /// Requests the roster; with `watch`, every change too.
     Roster {
