@@ -38,6 +38,7 @@ use weightsync_net::backoff::Backoff;
 use weightsync_net::health::{self, Health};
 use weightsync_net::https::{Access, AgentClient, Limits, serve_https, serve_plain};
 use weightsync_net::identity::{Ca, IdentityError, PeerIdentity};
+use weightsync_net::listen;
 use weightsync_net::metrics::Metrics;
 
 /// Lifetime of certificates. Agents renew after a third, so a controller may be away for 40 minutes; a stolen certificate ends soon.
@@ -105,9 +106,9 @@ pub async fn run(settings: Settings, cancel: CancellationToken) -> Result<(), Co
     let lease_client = Client::try_from(without_retries)?;
     // Bound first, so that an occupied port is reported at once.
     let listeners = Listeners {
-        enroll: listen(settings.enroll_address).await?,
-        status: listen(settings.status_address).await?,
-        probes: listen(settings.probe_address).await?,
+        enroll: listen(settings.enroll_address)?,
+        status: listen(settings.status_address)?,
+        probes: listen(settings.probe_address)?,
     };
     let lease = LeaseConfig::new(&settings.name, &settings.pod_name);
     run_with(settings, lease, listeners, client, lease_client, cancel).await
@@ -119,8 +120,8 @@ pub(super) struct Listeners {
     pub(super) probes: TcpListener,
 }
 
-async fn listen(address: SocketAddr) -> Result<TcpListener, ControllerError> {
-    TcpListener::bind(address).await.map_err(|source| ControllerError::Listen { address, source })
+fn listen(address: SocketAddr) -> Result<TcpListener, ControllerError> {
+    listen::listen(address).map_err(|source| ControllerError::Listen { address, source })
 }
 
 pub(super) async fn run_with(

@@ -12,6 +12,7 @@ mod docs;
 mod drafts;
 mod external;
 mod gpu;
+mod ipv6;
 mod layout;
 mod model;
 mod operate;

@@ -33,6 +33,7 @@ use weightsync_core::protocol::{Assignment, Role, RosterView};
 use weightsync_net::backoff::Backoff;
 use weightsync_net::https::{ControllerClient, Limits, serve_plain};
 use weightsync_net::identity::{Identity, IdentityError};
+use weightsync_net::listen;
 
 #[derive(Clone)]
 #[allow(missing_docs)]
@@ -105,8 +106,8 @@ pub async fn run(settings: Settings, cancel: CancellationToken) -> Result<(), Ag
     let stop = cancel.clone().drop_guard();
     let roster = watch::Sender::new(RosterView { epoch: None, version: None, replicas: Vec::new() });
     let pages = Pages::new(settings.role, roster.subscribe(), settings.serve_unclaimed_after);
-    let listener = listen(settings.status, "status pages").await?;
-    let probes = listen(settings.probes, "probes").await?;
+    let listener = listen(settings.status, "status pages")?;
+    let probes = listen(settings.probes, "probes")?;
     let mut background = JoinSet::new();
     background.spawn(serve_plain(listener, pages.router(), Limits::pages(), cancel.clone()));
     background.spawn(serve_plain(probes, pages.probes(), Limits::probes(), cancel.clone()));
@@ -128,8 +129,8 @@ pub async fn run(settings: Settings, cancel: CancellationToken) -> Result<(), Ag
     outcome
 }
 
-async fn listen(address: SocketAddr, what: &str) -> Result<TcpListener, AgentError> {
-    let listener = TcpListener::bind(address).await.map_err(|source| AgentError::Listen { address, source })?;
+fn listen(address: SocketAddr, what: &str) -> Result<TcpListener, AgentError> {
+    let listener = listen::listen(address).map_err(|source| AgentError::Listen { address, source })?;
     if let Ok(address) = listener.local_addr() {
         tracing::info!(%address, "{what}");
     }
