@@ -13,5 +13,6 @@ mod reports;
 mod takeover;
 mod tokens;
 mod traces;
+mod watches;
 mod webhook;
 mod whole;

@@ -72,6 +72,8 @@ struct Store {
     /// What each manager applied last to each object: what it does not repeat is removed.
     applied: BTreeMap<(Key, String), Value>,
     /// The last version that watches bring: what comes after it leaves caches stale.
+    /// The oldest version from which a watch can go on, and what others are answered with HTTP 410.
+    oldest: (u64, &'static str),
     frozen: Option<u64>,
 }
 
@@ -108,6 +110,7 @@ impl ApiServer {
             race: 0,
             log: Vec::new(),
             applied: BTreeMap::new(),
+            oldest: (0, ""),
             frozen: None,
         };
         Self { store: Arc::new(Mutex::new(store)), changed: watch::Sender::new(0), mode: watch::Sender::new(Mode::Works) }
@@ -149,6 +152,14 @@ impl ApiServer {
         let mut store = self.store.lock();
         store.frozen = Some(store.version);
     }
+    /// Forgets its history, and ends its watches: from what a client knows, no watch can go on. Such a one is answered 410 with that body.
+    pub(crate) fn compact(&self, body: &'static str) {
+        let mut store = self.store.lock();
+        store.version += 1;
+        store.oldest = (store.version, body);
+        self.changed.send_replace(store.version);
+    }
+
 
     pub(crate) fn get(&self, resource: &str, namespace: &str, name: &str) -> Option<Value> {
         self.store.lock().objects.get(&(resource.to_owned(), namespace.to_owned(), name.to_owned())).cloned()
@@ -200,6 +211,10 @@ impl ApiServer {
         Ok(answer(outcome))
     }
 
+        let (oldest, body) = self.store.lock().oldest;
+        if call.since < oldest {
+            return Response::builder().status(410).body(Answer::from(body)).unwrap();
+        }
     fn watch(&self, call: &Call) -> Response<Answer> {
         let mut mode = self.mode.subscribe();
         // A server that fails breaks its watches too.
@@ -209,6 +224,9 @@ impl ApiServer {
             loop {
                 changed.mark_unchanged();
                 let next = {
+                    if since < store.oldest.0 {
+                        return None;
+                    }
                     let store = store.lock();
                     let shown = |version: u64| version > since && store.frozen.is_none_or(|frozen| version <= frozen);
                     store.log.iter().find(|(version, of, _)| shown(*version) && *of == resource).cloned()
