@@ -22,6 +22,7 @@ mod quickstart;
 mod rotation;
 mod stories;
 mod strangers;
+mod unenrolled;
 mod upgrade;
 mod world;
 mod wrapped;

@@ -27,7 +27,7 @@ use self::endpoint::{Running, Session};
 pub use self::numbers::DEFINITIONS as METRICS;
 use self::pages::Pages;
 use super::client::{ClientServer, ClientServerConfig, PublishQueue, SocketError};
-use super::enrollment::{Applicant, Enrolled, EnrollmentError, enroll};
+use super::enrollment::{Applicant, Enrolled, EnrollmentError, NotEnrolled, enroll};
 use super::external::ExternalDesk;
 use weightsync_core::protocol::{Assignment, Role, RosterView};
 use weightsync_net::backoff::Backoff;
@@ -141,11 +141,17 @@ fn listen(address: SocketAddr, what: &str) -> Result<TcpListener, AgentError> {
 async fn sessions(session: &Session, pages: &Pages, cancel: &CancellationToken) -> Result<(), AgentError> {
     let mut backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(30));
     loop {
-        let enrolled = match enroll(&session.client, &session.identity, &session.settings.applicant, cancel).await {
-            Ok(enrolled) => enrolled,
+        let tell = |cause| session.queue.not_enrolled(cause);
+        tell(NotEnrolled::Asking { controller: session.settings.controller.clone() });
+        let enrolled = match enroll(&session.client, &session.identity, &session.settings.applicant, tell, cancel).await {
+            Ok(enrolled) => {
+                session.queue.enrolled();
+                enrolled
+            }
             Err(EnrollmentError::Cancelled) => return Ok(()),
             Err(error @ EnrollmentError::Token { .. }) => {
                 tracing::warn!(%error, "not enrolled yet");
+                tell(NotEnrolled::NoToken(Arc::new(error)));
                 if again(backoff.failed(), cancel).await {
                     continue;
                 }
@@ -200,7 +206,7 @@ async fn attend(session: &Session, mut enrolled: Enrolled, running: &mut Running
     // Next to everything else: a controller that is away may keep it waiting for hours, and the command may end meanwhile.
     let renewed = |at| async move {
         sleep_until(at).await;
-        enroll(&session.client, &session.identity, &session.settings.applicant, cancel).await
+        enroll(&session.client, &session.identity, &session.settings.applicant, |_| (), cancel).await
     };
     let mut renewal = Box::pin(renewed(enrolled.renew_at));
     loop {
