@@ -42,9 +42,8 @@ fn granted() -> &'static [Right] {
         let words = |rule: &Value, field: &str| -> Vec<String> {
             rule[field].as_array().into_iter().flatten().map(|word| word.as_str().unwrap().to_owned()).collect()
         };
-        // The chart grants these where the controller serves the webhook (tests/host/chart.rs).
-        let webhook = |verb: &str| (verb.to_owned(), "mutatingwebhookconfigurations".to_owned(), vec!["weightsync-inject".to_owned()]);
-        let mut rights = vec![webhook("get"), webhook("patch")];
+        // The chart grants this where the controller serves the webhook (tests/host/chart.rs).
+        let mut rights = vec![("get".to_owned(), "mutatingwebhookconfigurations".to_owned(), vec!["weightsync-inject".to_owned()])];
         for rule in documents.iter().filter(ours).flat_map(|role| role["rules"].as_array().unwrap()) {
             for resource in words(rule, "resources") {
                 rights.extend(words(rule, "verbs").into_iter().map(|verb| (verb, resource.clone(), words(rule, "resourceNames"))));
@@ -72,9 +71,9 @@ struct Store {
     /// What each manager applied last to each object: what it does not repeat is removed.
     applied: BTreeMap<(Key, String), Value>,
     /// The last version that watches bring: what comes after it leaves caches stale.
+    frozen: Option<u64>,
     /// The oldest version from which a watch can go on, and what others are answered with HTTP 410.
     oldest: (u64, &'static str),
-    frozen: Option<u64>,
 }
 
 /// The server. Clones are the same one.
@@ -110,8 +109,8 @@ impl ApiServer {
             race: 0,
             log: Vec::new(),
             applied: BTreeMap::new(),
-            oldest: (0, ""),
             frozen: None,
+            oldest: (0, ""),
         };
         Self { store: Arc::new(Mutex::new(store)), changed: watch::Sender::new(0), mode: watch::Sender::new(Mode::Works) }
     }
@@ -152,6 +151,7 @@ impl ApiServer {
         let mut store = self.store.lock();
         store.frozen = Some(store.version);
     }
+
     /// Forgets its history, and ends its watches: from what a client knows, no watch can go on. Such a one is answered 410 with that body.
     pub(crate) fn compact(&self, body: &'static str) {
         let mut store = self.store.lock();
@@ -159,7 +159,6 @@ impl ApiServer {
         store.oldest = (store.version, body);
         self.changed.send_replace(store.version);
     }
-
 
     pub(crate) fn get(&self, resource: &str, namespace: &str, name: &str) -> Option<Value> {
         self.store.lock().objects.get(&(resource.to_owned(), namespace.to_owned(), name.to_owned())).cloned()
@@ -211,11 +210,11 @@ impl ApiServer {
         Ok(answer(outcome))
     }
 
+    fn watch(&self, call: &Call) -> Response<Answer> {
         let (oldest, body) = self.store.lock().oldest;
         if call.since < oldest {
             return Response::builder().status(410).body(Answer::from(body)).unwrap();
         }
-    fn watch(&self, call: &Call) -> Response<Answer> {
         let mut mode = self.mode.subscribe();
         // A server that fails breaks its watches too.
         let failed = async move { mode.wait_for(|mode| *mode == Mode::Fails).await.map(drop).unwrap_or_default() };
@@ -224,10 +223,10 @@ impl ApiServer {
             loop {
                 changed.mark_unchanged();
                 let next = {
+                    let store = store.lock();
                     if since < store.oldest.0 {
                         return None;
                     }
-                    let store = store.lock();
                     let shown = |version: u64| version > since && store.frozen.is_none_or(|frozen| version <= frozen);
                     store.log.iter().find(|(version, of, _)| shown(*version) && *of == resource).cloned()
                 };
