@@ -48,4 +48,4 @@ pub use events::REPORTER;
 pub use metrics::DEFINITIONS as METRICS;
 pub use run::{Settings, run};
 pub use ui::Ui;
-pub use webhook::WebhookSettings;
+pub use webhook::{Injection, WebhookSettings};

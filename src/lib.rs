@@ -24,3 +24,4 @@ pub mod cli;
 mod controller;
 mod inject;
 mod local_file;
+mod watching;

@@ -105,7 +105,7 @@ impl Agent {
             incarnation: incarnation.clone(),
             token: TokenSource::Given(place.token),
         };
-        let enrolled = enroll(&client, &identity, &applicant, &cancel).await?;
+        let enrolled = enroll(&client, &identity, &applicant, |_| (), &cancel).await?;
         let _ = self.identity.set(identity.clone());
         let listener = TcpListener::bind(SocketAddr::new(place.ip, CONTROL_PORT)).await?;
         let announcement = Announcement {

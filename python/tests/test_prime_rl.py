@@ -28,6 +28,14 @@ def url(agent: Agent) -> Iterator[str]:
         server.shutdown()
 
 
+def test_orchestrator_reaches_it_at_an_ipv6_address(agent: Agent) -> None:
+    with weightsync.Publisher.from_env(socket=agent.socket, connect_timeout=1) as publisher, Admin(("::1", 0), publisher) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with urllib.request.urlopen(f"http://[::1]:{server.server_port}/health", timeout=LIMIT) as answer:
+            assert answer.status == 200
+        server.shutdown()
+
+
 def posted(url: str, path: str, body: Any) -> tuple[int, str]:
     """Status and message of the answer."""
     request = urllib.request.Request(url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})

@@ -28,7 +28,7 @@ pub fn schema() -> Result<Value, serde_json::Error> {
     Ok(crd.pointer("/spec/versions/0/schema/openAPIV3Schema").cloned().unwrap_or_default())
 }
 
-/// The CRD as the YAML document in `charts/weightsync/files/crd.yaml`.
+/// The CRD as the YAML document in `crds/weightsync.dev_weightsyncs.yaml`.
 pub fn crd_yaml() -> Result<String, Box<dyn std::error::Error + Send + Sync>> {
     let mut crd = serde_json::to_value(crd()?)?;
     whole_numbers(&mut crd);

@@ -1,11 +1,12 @@
 //! `weightsync controller`: runs the operator. The chart sets all of its options by environment variables.
 
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::Context;
 
-use crate::controller::{self, Settings, Ui, WebhookSettings};
+use crate::controller::{self, Injection, Settings, Ui, WebhookSettings};
 use weightsync_net::health;
 use weightsync_net::logs::{self, LogFormat};
 use weightsync_net::shutdown;
@@ -48,8 +49,11 @@ pub struct ControllerArgs {
     ui: Ui,
     /// Serve the webhook that injects the agent into new pods, with these settings of the added lines, as JSON: `resources`, `sharedMemory`
     /// and `imagePullSecrets`. Without it there is no webhook.
-    #[arg(long, value_name = "JSON", value_parser = webhook_settings)]
+    #[arg(long, value_name = "JSON", value_parser = webhook_settings, requires = "webhook_certificate")]
     inject: Option<WebhookSettings>,
+    /// Folder with the certificate and key of the webhook, `tls.crt` and `tls.key`: the mounted Secret that the chart makes.
+    #[arg(long, value_name = "DIR", requires = "inject")]
+    webhook_certificate: Option<PathBuf>,
     /// OpenTelemetry collector (OTLP over HTTP, JSON) that gets a trace of every update, as `http://HOST:4318`; none if empty.
     #[arg(long, env = "OTEL_EXPORTER_OTLP_ENDPOINT", default_value = "")]
     otlp_endpoint: String,
@@ -82,7 +86,7 @@ impl ControllerArgs {
             status_address: self.status_address,
             probe_address: self.probe_address.unwrap_or_else(|| health::alongside(self.status_address)),
             ui: self.ui,
-            webhook: self.inject,
+            webhook: self.inject.zip(self.webhook_certificate).map(|(lines, certificate)| Injection { lines, certificate }),
             otlp_endpoint: self.otlp_endpoint,
         };
         super::block_on(async {

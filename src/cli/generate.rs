@@ -21,7 +21,7 @@ pub struct GenerateArgs {
 
 #[derive(Debug, Subcommand)]
 pub enum What {
-    /// The CustomResourceDefinition (`charts/weightsync/files/crd.yaml`), to standard output.
+    /// The CustomResourceDefinition (`crds/weightsync.dev_weightsyncs.yaml`), to standard output.
     Crds,
     /// The reference of the API (`docs/reference/api.md`), to standard output.
     ApiReference,
@@ -51,7 +51,7 @@ impl GenerateArgs {
     }
 }
 
-/// The content of `charts/weightsync/files/crd.yaml`.
+/// The content of `crds/weightsync.dev_weightsyncs.yaml`.
 pub fn crds() -> anyhow::Result<String> {
     crate::api::crd_yaml().map_err(|error| anyhow::anyhow!(error)).context("the CRD cannot be written")
 }

@@ -1,7 +1,7 @@
 //! `weightsync local -f FILE`: a group of processes on this host, until it is interrupted.
 
 use std::io::{ErrorKind, Write};
-use std::net::Ipv4Addr;
+use std::net::{IpAddr, Ipv4Addr};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener};
 use std::path::{Path, PathBuf};
@@ -25,7 +25,10 @@ pub struct LocalArgs {
     /// Files or folders with one WeightSync and the LocalProcesses of this host (docs/local.md). Other documents are ignored.
     #[arg(short, long, required = true)]
     filename: Vec<PathBuf>,
-    /// Serve the web page of the group on 127.0.0.1 at this port; without a port, at a free one.
+    /// Loopback address of this host at which agents, engines and the web page are: 127.0.0.1, or ::1.
+    #[arg(long, default_value_t = Ipv4Addr::LOCALHOST.into(), value_parser = loopback)]
+    address: IpAddr,
+    /// Serve the web page of the group on that address at this port; without a port, at a free one.
     #[arg(long, value_name = "PORT", num_args = 0..=1, default_missing_value = "0")]
     ui: Option<u16>,
     /// Output format of events: one line of text or one JSON object for each.
@@ -40,7 +43,7 @@ impl LocalArgs {
     pub fn run(self) -> anyhow::Result<ExitCode> {
         logs::init(LogFormat::Human, &self.log)?;
         let files = self.read()?;
-        let spec = group_spec(&files, &self.folder())?;
+        let spec = group_spec(&files, &self.folder(), self.address)?;
         super::block_on(self.supervise(spec, &files))
     }
 
@@ -85,7 +88,7 @@ impl LocalArgs {
         let group = Group::start(spec).await?;
         let mut events = group.events();
         let page = match self.ui {
-            Some(port) => Some(group.serve_page(port).await.with_context(|| format!("--ui: no page at 127.0.0.1 port {port}"))?),
+            Some(port) => Some(group.serve_page(port).await.with_context(|| format!("--ui: no page at {} port {port}", self.address))?),
             None => None,
         };
         let url = page.as_ref().map(|page| &page.url);
@@ -143,11 +146,17 @@ fn as_line(event: &CoordinatorEvent) -> String {
     format!("{} {}{}", event.reason, member, event.message)
 }
 
+/// Other hosts must not reach what has no authentication: engines, and the web page.
+fn loopback(text: &str) -> Result<IpAddr, String> {
+    let address: IpAddr = text.parse().map_err(|_| format!("{text} is no address"))?;
+    if address.is_loopback() { Ok(address) } else { Err(format!("{address} is no loopback address: give 127.0.0.1 or ::1")) }
+}
+
 /// Time that a join waits for others: shorter than in a cluster, because processes of one host start together.
 const JOIN_DEBOUNCE: std::time::Duration = std::time::Duration::from_millis(200);
 
 /// Converts the files into the group's settings; paths are relative to `base`.
-fn group_spec(files: &LocalFiles, base: &Path) -> anyhow::Result<GroupSpec> {
+fn group_spec(files: &LocalFiles, base: &Path, address: IpAddr) -> anyhow::Result<GroupSpec> {
     let processes = &files.processes;
     let directory = base.join(&processes.directory);
     std::fs::create_dir_all(&directory).with_context(|| format!("{} cannot be created", directory.display()))?;
@@ -173,7 +182,7 @@ fn group_spec(files: &LocalFiles, base: &Path) -> anyhow::Result<GroupSpec> {
     let program = std::env::current_exe().context("this program's own path is unknown")?;
     let name = files.name();
     Ok(GroupSpec {
-        address: Ipv4Addr::LOCALHOST.into(),
+        address,
         pods: std::iter::once(trainer).chain(rollouts).collect(),
         versions: processes.versions.clone().unwrap_or_else(|| PathBuf::from(format!("/dev/shm/weightsync-{name}"))),
         name,

@@ -15,6 +15,10 @@ const RECONCILE_ERRORS: Definition = Definition::counter("reconcile_errors", "Re
     .by(&[("reason", "`conflict`, `refused` by the API server, `unreachable`")]);
 const IN_FLIGHT: Definition = Definition::gauge("reconciles_in_flight", "Reconciles that run now");
 const LEADER: Definition = Definition::gauge("leader", "1 while this controller leads");
+const WEBHOOK_TRUSTED: Definition = Definition::gauge(
+    "webhook_trusted",
+    "1 while the API server trusts the webhook's certificate for 30 days more (injection by the webhook only, else 0)",
+);
 const LEASE_FAILURES: Definition = Definition::counter("lease_renew_failures", "Renewals of the lease that failed");
 const WATCH_EVENTS: Definition = Definition::counter("watch_events", "Events received from watches")
     .by(&[("kind", "`WeightSync` or `Pod`"), ("op", "`apply`, `delete`, `init`, `list`, `listed`")]);
@@ -71,6 +75,7 @@ pub const DEFINITIONS: &[Definition] = &[
     RECONCILE_ERRORS,
     IN_FLIGHT,
     LEADER,
+    WEBHOOK_TRUSTED,
     LEASE_FAILURES,
     WATCH_EVENTS,
     WATCH_ERRORS,
@@ -156,6 +161,7 @@ pub(super) struct ControllerMetrics {
     pub(super) reconcile_errors: Family<Cause, Counter>,
     pub(super) in_flight: Gauge,
     pub(super) leader: Gauge,
+    pub(super) webhook_trusted: Gauge,
     pub(super) lease_failures: Counter,
     pub(super) watch_events: Family<Watched, Counter>,
     pub(super) watch_errors: Family<Broken, Counter>,
@@ -178,6 +184,7 @@ impl ControllerMetrics {
             reconcile_errors: metrics.register(&RECONCILE_ERRORS, Family::default()),
             in_flight: metrics.register(&IN_FLIGHT, Gauge::default()),
             leader: metrics.register(&LEADER, Gauge::default()),
+            webhook_trusted: metrics.register(&WEBHOOK_TRUSTED, Gauge::default()),
             lease_failures: metrics.register(&LEASE_FAILURES, Counter::default()),
             watch_events: metrics.register(&WATCH_EVENTS, Family::default()),
             watch_errors: metrics.register(&WATCH_ERRORS, Family::default()),

@@ -30,7 +30,7 @@ use super::stores::{Scope, Stores, known_objects};
 use super::token_review::Tokens;
 use super::traces::{Traces, TracesError};
 use super::ui::{Led, Ui};
-use super::webhook::{self, WebhookSettings, keep_bundle};
+use super::webhook::{self, Injection};
 use crate::controller::lease::{Leadership, LeaseConfig, LeaseLost, LeaseManager};
 use crate::inject::Options;
 use weightsync_coordinator::{Directory, Enrollment, SingleUseTokens, keep_certified, router};
@@ -38,6 +38,7 @@ use weightsync_net::backoff::Backoff;
 use weightsync_net::health::{self, Health};
 use weightsync_net::https::{Access, AgentClient, Limits, serve_https, serve_plain};
 use weightsync_net::identity::{Ca, IdentityError, PeerIdentity};
+use weightsync_net::listen;
 use weightsync_net::metrics::Metrics;
 
 /// Lifetime of certificates. Agents renew after a third, so a controller may be away for 40 minutes; a stolen certificate ends soon.
@@ -71,8 +72,8 @@ pub struct Settings {
     /// Listen address of probes only.
     pub probe_address: SocketAddr,
     pub ui: Ui,
-    /// What the webhook writes into pods; none where the cluster's policies inject.
-    pub webhook: Option<WebhookSettings>,
+    /// The webhook that injects; none where the cluster's policies do.
+    pub webhook: Option<Injection>,
     /// The OpenTelemetry collector that gets traces of updates, as `http://HOST:4318`; none if empty.
     pub otlp_endpoint: String,
 }
@@ -105,9 +106,9 @@ pub async fn run(settings: Settings, cancel: CancellationToken) -> Result<(), Co
     let lease_client = Client::try_from(without_retries)?;
     // Bound first, so that an occupied port is reported at once.
     let listeners = Listeners {
-        enroll: listen(settings.enroll_address).await?,
-        status: listen(settings.status_address).await?,
-        probes: listen(settings.probe_address).await?,
+        enroll: listen(settings.enroll_address)?,
+        status: listen(settings.status_address)?,
+        probes: listen(settings.probe_address)?,
     };
     let lease = LeaseConfig::new(&settings.name, &settings.pod_name);
     run_with(settings, lease, listeners, client, lease_client, cancel).await
@@ -119,8 +120,8 @@ pub(super) struct Listeners {
     pub(super) probes: TcpListener,
 }
 
-async fn listen(address: SocketAddr) -> Result<TcpListener, ControllerError> {
-    TcpListener::bind(address).await.map_err(|source| ControllerError::Listen { address, source })
+fn listen(address: SocketAddr) -> Result<TcpListener, ControllerError> {
+    listen::listen(address).map_err(|source| ControllerError::Listen { address, source })
 }
 
 pub(super) async fn run_with(
@@ -152,8 +153,7 @@ pub(super) async fn run_with(
     });
 
     let Some(ca) = authority_of(&settings, &client, calls, &cancel).await? else { return Ok(()) };
-    // The API server reaches the webhook by the name of the Service.
-    let ca = Arc::new(ca.serving(vec![format!("{}.{}.svc", settings.name, settings.namespace)]));
+    let ca = Arc::new(ca);
     let identity = ca.issue(&PeerIdentity::Controller, CERTIFICATES)?;
     let _renewal =
         AbortOnDropHandle::new(tokio::spawn(keep_certified(ca.clone(), identity.clone(), PeerIdentity::Controller, CERTIFICATES)));
@@ -166,16 +166,20 @@ pub(super) async fn run_with(
         lifetime: CERTIFICATES,
     });
     let (mut enrolls, limits) = (router(enrollment), Limits::enrollment());
+    // Before it leads: every controller answers the API server.
+    let _served = settings.webhook.as_ref().map(|webhook| {
+        let served = webhook::Served {
+            folder: webhook.certificate.clone(),
+            name: format!("{}.{}.svc", settings.name, settings.namespace),
+            configuration: format!("{}-inject", settings.name),
+        };
+        AbortOnDropHandle::new(tokio::spawn(webhook::keep(served, identity.clone(), client.clone(), calls, metrics.clone())))
+    });
     if let Some(webhook) = &settings.webhook {
-        enrolls = enrolls.merge(webhook::router(injection(&settings, webhook, &ca)));
+        enrolls = enrolls.merge(webhook::router(options(&settings, webhook, &ca)));
     }
     let enrolling = serve_https(listeners.enroll, identity.clone(), Access::Open, enrolls, limits, stop.clone());
     let _enrolling = AbortOnDropHandle::new(tokio::spawn(enrolling));
-    // Before it leads: pods are refused until the API server trusts the webhook.
-    let _bundle = settings.webhook.is_some().then(|| {
-        let (configuration, ca_pem) = (format!("{}-inject", settings.name), ca.certificate_pem().to_owned());
-        AbortOnDropHandle::new(tokio::spawn(keep_bundle(client.clone(), calls, configuration, ca_pem)))
-    });
 
     let watching = synced.clone();
     let all_listed = async {
@@ -257,15 +261,16 @@ pub(super) async fn run_with(
 }
 
 /// What the webhook writes: the image and URL are those of ephemeral agents.
-fn injection(settings: &Settings, webhook: &WebhookSettings, ca: &Ca) -> Options {
+fn options(settings: &Settings, webhook: &Injection, ca: &Ca) -> Options {
+    let lines = &webhook.lines;
     Options {
         image: settings.agent_image.clone(),
         image_pull_policy: settings.agent_image_pull_policy.clone(),
         controller_url: settings.controller_url.clone(),
         controller_ca: ca.certificate_pem().to_owned(),
-        resources: webhook.resources.clone(),
-        shared_memory: webhook.shared_memory.clone(),
-        image_pull_secrets: webhook.image_pull_secrets.clone(),
+        resources: lines.resources.clone(),
+        shared_memory: lines.shared_memory.clone(),
+        image_pull_secrets: lines.image_pull_secrets.clone(),
     }
 }
 

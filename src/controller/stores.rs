@@ -18,6 +18,7 @@ use super::decide::Selection;
 use super::metrics::{Broken, ControllerMetrics, Kind, Watched};
 use super::object::Object;
 use super::triggers::Triggers;
+use crate::watching::watch;
 use weightsync_core::plan::{ROLE_LABEL, ROLE_ROLLOUT, ROLE_TRAINER};
 
 /// Objects and pods of one namespace, or of all.
@@ -94,8 +95,7 @@ impl Stores {
     {
         let metrics = metrics.clone();
         let store = writer.as_reader();
-        let events = kube::runtime::watcher(api, config)
-            .default_backoff()
+        let events = watch(api, config)
             // Half of a pod's bytes, and not used here.
             .modify(|object: &mut K| object.managed_fields_mut().clear());
         let task = async move {

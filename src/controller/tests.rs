@@ -14,5 +14,6 @@ mod reports;
 mod takeover;
 mod tokens;
 mod traces;
+mod watches;
 mod webhook;
 mod whole;

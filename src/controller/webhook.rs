@@ -3,38 +3,52 @@
 //! Decides the response to one AdmissionReview; [`inject`](crate::inject) decides the lines. Every controller responds, not only the leader.
 //! It never changes a pod without the label, never injects twice, and never calls the API server.
 
-mod bundle;
+mod certificate;
+mod shares;
 #[cfg(test)]
 mod tests;
 
+use std::net::{Ipv6Addr, SocketAddr};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::body::{Bytes, to_bytes};
-use axum::extract::{Request, State};
+use axum::body::Body;
+use axum::extract::{ConnectInfo, Request, State};
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::post;
 use axum::{Json, Router};
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
+use futures::StreamExt;
 use kube::core::DynamicObject;
 use kube::core::admission::{AdmissionRequest, AdmissionResponse, AdmissionReview, Operation};
 use serde::Deserialize;
 use serde_json::{Value, json};
-use tokio::sync::Semaphore;
 use tokio::time::timeout;
 
-pub(super) use bundle::keep_bundle;
+#[cfg(test)]
+pub(super) use certificate::judge;
+pub(super) use certificate::{Served, keep};
 
+use self::shares::{Lane, PART, Share};
 use crate::inject::{Options, Resources, inject};
+use weightsync_net::https::ENROLLMENT_STRANGERS;
 
 /// Path of the webhook; the chart's MutatingWebhookConfiguration names it.
 pub(super) const PATH: &str = "/v1/inject";
 /// The longest body of a review: the API server takes requests of at most 3 MiB.
 const BODY: usize = 3 << 20;
-/// All bodies that are read at once, in KiB: callers need no certificate, and the controller has little memory.
-const BODIES: usize = 12 << 10;
+/// All long bodies that are read at once, in bytes.
+const LONG: usize = 12 << 20;
+/// All bodies of at most one part, in bytes: a pod has 10 to 50 KiB. There is one for each peer without a certificate that the listener keeps,
+/// so that a pod waits for no other body.
+const SHORT: usize = ENROLLMENT_STRANGERS * PART;
+/// The first byte of a body comes with its head, or right after it.
+const FIRST: Duration = Duration::from_millis(250);
+/// Longest silence in a body.
+const NEXT: Duration = Duration::from_secs(1);
 /// Below the 5 seconds of the chart's `timeoutSeconds`, so that the caller learns the cause.
 const DEADLINE: Duration = Duration::from_secs(4);
 
@@ -50,14 +64,25 @@ pub struct WebhookSettings {
     pub image_pull_secrets: Vec<String>,
 }
 
+/// The webhook, as the chart sets it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Injection {
+    /// What it adds.
+    pub lines: WebhookSettings,
+    /// Folder with `tls.crt` and `tls.key`, by which the API server knows it.
+    pub certificate: PathBuf,
+}
+
 struct Webhook {
     options: Options,
-    bodies: Semaphore,
+    short: Lane,
+    long: Lane,
 }
 
 /// The route of the webhook, for the enrolment server's listener.
 pub(super) fn router(options: Options) -> Router {
-    Router::new().route(PATH, post(answer)).with_state(Arc::new(Webhook { options, bodies: Semaphore::new(BODIES) }))
+    let webhook = Webhook { options, short: Lane::new(SHORT), long: Lane::new(LONG) };
+    Router::new().route(PATH, post(answer)).with_state(Arc::new(webhook))
 }
 
 /// Why a request is no review that can be answered. The API server then refuses the pod, with this text.
@@ -67,6 +92,8 @@ enum ReviewError {
     Unmeasured,
     #[error("the body has {0} bytes; at most {BODY} are read")]
     TooLarge(usize),
+    #[error("the body stopped after {0} bytes: send it without a pause")]
+    Silent(usize),
     #[error("the body could not be read: {0}")]
     Unread(#[from] axum::Error),
     #[error("the request was not answered within {DEADLINE:?}: the controller has too many at once; create the pod again")]
@@ -82,6 +109,7 @@ impl IntoResponse for ReviewError {
         let status = match &self {
             Self::Unmeasured => StatusCode::LENGTH_REQUIRED,
             Self::TooLarge(_) => StatusCode::PAYLOAD_TOO_LARGE,
+            Self::Silent(_) => StatusCode::REQUEST_TIMEOUT,
             Self::Late => StatusCode::SERVICE_UNAVAILABLE,
             Self::Unread(_) | Self::Unreadable(_) => StatusCode::BAD_REQUEST,
             Self::Unwritable(_) => StatusCode::INTERNAL_SERVER_ERROR,
@@ -110,14 +138,35 @@ async fn read_and_review(webhook: &Webhook, request: Request) -> Result<Value, R
     if length > BODY {
         return Err(ReviewError::TooLarge(length));
     }
-    let share = u32::try_from(length.div_ceil(1 << 10)).unwrap_or(u32::MAX);
-    let _share = webhook.bodies.acquire_many(share).await.map_err(|_| ReviewError::Late)?;
-    let body = to_bytes(request.into_body(), length).await?;
+    let from = request.extensions().get::<ConnectInfo<SocketAddr>>().map_or(Ipv6Addr::UNSPECIFIED.into(), |from| from.0.ip());
+    let lane = if length <= PART { &webhook.short } else { &webhook.long };
+    // Held until the answer is made: that takes as much again.
+    let mut share = lane.share(from);
+    let body = read(request.into_body(), length, &mut share).await?;
     review(&body, &webhook.options)
 }
 
+/// The body, in room that is taken as it arrives.
+async fn read(body: Body, length: usize, share: &mut Share<'_>) -> Result<Vec<u8>, ReviewError> {
+    let (mut frames, mut text, mut patience) = (body.into_data_stream(), Vec::new(), FIRST);
+    loop {
+        let frame = timeout(patience, frames.next()).await.map_err(|_| ReviewError::Silent(text.len()))?;
+        let Some(frame) = frame.transpose()? else { return Ok(text) };
+        let together = text.len() + frame.len();
+        if together > length {
+            return Err(ReviewError::TooLarge(together));
+        }
+        while share.bytes() < together {
+            share.grow().await;
+        }
+        text.reserve_exact(share.bytes().min(length).saturating_sub(text.len()));
+        text.extend_from_slice(&frame);
+        patience = NEXT;
+    }
+}
+
 /// The response to the review in this body.
-fn review(body: &Bytes, options: &Options) -> Result<Value, ReviewError> {
+fn review(body: &[u8], options: &Options) -> Result<Value, ReviewError> {
     let unreadable = |cause: &dyn std::fmt::Display| ReviewError::Unreadable(cause.to_string());
     let review: AdmissionReview<DynamicObject> = serde_json::from_slice(body).map_err(|cause| unreadable(&cause))?;
     if (review.types.kind.as_str(), review.types.api_version.as_str()) != ("AdmissionReview", "admission.k8s.io/v1") {

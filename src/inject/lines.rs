@@ -111,8 +111,10 @@ pub(super) fn port() -> Value {
     json!({"name": "weightsync", "containerPort": super::STATUS_PORT})
 }
 
-/// Security context of an added container.
-pub(super) fn confine(container: &mut Value, options: &Options) {
+/// Security context of an added container: by itself as `restricted` of Pod Security Standards wants it, because a pod may have its own
+/// context on its containers alone. Only a pod whose own context says user 0 has its agent as root, as its files are root's.
+pub(super) fn confine(container: &mut Value, spec: &Map<String, Value>, options: &Options) {
+    let of_root = spec.get("securityContext").and_then(|context| context.get("runAsUser")).and_then(Value::as_i64) == Some(0);
     container["image"] = json!(options.image);
     container["imagePullPolicy"] = json!(options.image_pull_policy);
     if options.resources != Resources::default() {
@@ -121,6 +123,7 @@ pub(super) fn confine(container: &mut Value, options: &Options) {
     container["securityContext"] = json!({
         "allowPrivilegeEscalation": false,
         "readOnlyRootFilesystem": true,
+        "runAsNonRoot": !of_root,
         "capabilities": {"drop": ["ALL"]},
         "seccompProfile": {"type": "RuntimeDefault"}
     });

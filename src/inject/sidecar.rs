@@ -21,7 +21,7 @@ pub(super) fn add(spec: &mut Map<String, Value>, target: &str, wishes: &Wishes<'
         "readinessProbe": lines::readiness_probe(),
         "volumeMounts": [lines::shm_mount(&volumes.shm), lines::token_mount()]
     });
-    lines::confine(&mut sidecar, options);
+    lines::confine(&mut sidecar, spec, options);
     // First, so that it runs before any other sidecar that might wait for readiness.
     array(spec, "initContainers").ok_or("spec.initContainers")?.insert(0, sidecar);
     Ok(())

@@ -42,6 +42,42 @@ fn limits_and_the_size_of_shared_memory_are_written() {
     }
 }
 
+/// What `restricted` of Pod Security Standards wants of a container whose pod has no context of its own.
+fn is_restricted(container: &Value) -> bool {
+    let context = &container["securityContext"];
+    context["runAsNonRoot"] == true
+        && context["allowPrivilegeEscalation"] == false
+        && context["capabilities"] == json!({"drop": ["ALL"]})
+        && context["seccompProfile"]["type"] == "RuntimeDefault"
+        && context.get("runAsUser").is_none()
+}
+
+#[test]
+fn added_containers_are_restricted_whatever_the_pod_says() {
+    let contexts =
+        [Value::Null, json!({}), json!({"runAsUser": 1000, "fsGroup": 1}), json!({"runAsNonRoot": true}), json!({"runAsUser": null})];
+    for context in contexts {
+        let mut sidecar = rollout();
+        sidecar["spec"]["securityContext"] = context;
+        let mut wrapped = sidecar.clone();
+        wrapped["metadata"]["annotations"] = json!({"weightsync.dev/inject": "wrap"});
+        wrapped["spec"]["containers"][0]["command"] = json!(["serve"]);
+        for document in [&mut sidecar, &mut wrapped] {
+            inject(document, &options()).unwrap();
+            assert!(is_restricted(&document["spec"]["initContainers"][0]), "{document:#}");
+        }
+    }
+}
+
+#[test]
+fn agent_of_a_pod_that_runs_as_root_runs_as_root() {
+    let mut document = rollout();
+    document["spec"]["securityContext"] = json!({"runAsUser": 0});
+    inject(&mut document, &options()).unwrap();
+    let context = &document["spec"]["initContainers"][0]["securityContext"];
+    assert_eq!((&context["runAsNonRoot"], &context["capabilities"]), (&json!(false), &json!({"drop": ["ALL"]})));
+}
+
 #[test]
 fn pull_secrets_are_added_to_those_of_the_pod() {
     let with = Options { image_pull_secrets: vec!["own".into(), "registry".into()], ..options() };

@@ -44,7 +44,7 @@ pub(super) fn add(spec: &mut Map<String, Value>, target: &str, wishes: &Wishes<'
     array(spec, "volumes").ok_or("spec.volumes")?.push(json!({"name": PROGRAM_CONTAINER, "emptyDir": {}}));
     let mut copies =
         json!({"name": PROGRAM_CONTAINER, "command": ["/weightsync", "install", PROGRAM_DIR], "volumeMounts": [program(false)]});
-    lines::confine(&mut copies, options);
+    lines::confine(&mut copies, spec, options);
     array(spec, "initContainers").ok_or("spec.initContainers")?.insert(0, copies);
 
     let env = lines::env(super::on_host(spec), wishes, options);

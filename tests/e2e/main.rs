@@ -25,6 +25,7 @@ mod operate;
 mod operator;
 mod policies;
 mod quickstart;
+mod restricted;
 mod service;
 mod webhook;
 mod wrap;

@@ -2,10 +2,11 @@
 //! policies of the first one leave out. Its pods equal those of `kubectl weightsync inject`, which equal the policy's (`injection.rs`).
 
 use k8s_openapi::api::admissionregistration::v1::MutatingWebhookConfiguration;
+use k8s_openapi::api::authorization::v1::SubjectAccessReview;
 use k8s_openapi::api::core::v1::{ConfigMap, Pod};
-use kube::Api;
-use kube::api::{ApiResource, DynamicObject, Patch, PatchParams};
+use kube::api::{ApiResource, DynamicObject, ListParams, LogParams, Patch, PatchParams, PostParams};
 use kube::core::GroupVersionKind;
+use kube::{Api, ResourceExt};
 use serde_json::{Value, json};
 
 use super::cluster::{Cluster, MINUTE, eventually};
@@ -56,7 +57,7 @@ fn init_containers(pod: &Pod) -> Vec<&str> {
     containers.map(|container| container.name.as_str()).collect()
 }
 
-/// Waits until the API server trusts the webhook, which the controller arranges.
+/// Waits until the API server trusts the webhook: the controllers serve what helm made.
 async fn await_webhook(cluster: &Cluster) {
     eventually("the webhook adds the sidecar", MINUTE, || async {
         let made = ask(cluster, &simulated_vllm("any")).await.map_err(|error| error.to_string())?;
@@ -101,19 +102,44 @@ async fn injected(cluster: &Cluster) {
     }
 }
 
-/// Another client may remove the certificate, as an upgrade by some tools does.
-async fn certificate_is_written_again(cluster: &Cluster) {
+/// The account of the controllers reads the configuration and changes none: asked of the API server, and tried.
+async fn account_changes_no_configuration(cluster: &Cluster) {
+    let reviews: Api<SubjectAccessReview> = Api::all(cluster.client.clone());
+    let user = format!("system:serviceaccount:{}:{RELEASE}", cluster.namespace);
+    for (verb, allowed) in [("get", true), ("patch", false), ("update", false), ("delete", false), ("create", false)] {
+        let attributes = json!({"group": "admissionregistration.k8s.io", "resource": "mutatingwebhookconfigurations",
+            "name": format!("{RELEASE}-inject"), "verb": verb});
+        let review = json!({"metadata": {}, "spec": {"user": user, "resourceAttributes": attributes}});
+        let review: SubjectAccessReview = serde_json::from_value(review).unwrap();
+        let answer = reviews.create(&PostParams::default(), &review).await.unwrap();
+        assert_eq!(answer.status.unwrap().allowed, allowed, "{verb}");
+    }
+}
+
+/// Another client may remove the certificate. The controllers report it, write nothing, and an upgrade brings the same one back.
+async fn certificate_is_brought_back_by_an_upgrade(cluster: &Cluster) {
     let configurations: Api<MutatingWebhookConfiguration> = Api::all(cluster.client.clone());
     let name = format!("{RELEASE}-inject");
     let bundle = || async {
-        let found: Value = serde_json::to_value(configurations.get(&name).await.map_err(|error| error.to_string())?).unwrap();
-        let bundle = found["webhooks"][0]["clientConfig"]["caBundle"].clone();
-        if bundle.is_null() { Err("there is none".to_owned()) } else { Ok(bundle) }
+        let found: Value = serde_json::to_value(configurations.get(&name).await.unwrap()).unwrap();
+        found["webhooks"][0]["clientConfig"]["caBundle"].clone()
     };
-    let before = bundle().await.unwrap();
+    let before = bundle().await;
+    assert!(before.is_string(), "{before}");
     let without = json!({"webhooks": [{"name": "inject.weightsync.dev", "clientConfig": {"caBundle": null}}]});
     configurations.patch(&name, &PatchParams::default(), &Patch::Strategic(without)).await.unwrap();
-    assert_eq!(eventually("the certificate is written again", MINUTE, bundle).await, before);
+    let controllers = ListParams::default().labels(&format!("app.kubernetes.io/instance={RELEASE}"));
+    eventually("the controller reports it", MINUTE, || async {
+        let pods = cluster.api::<Pod>().list(&controllers).await.map_err(|error| error.to_string())?;
+        let pod = pods.items.first().ok_or("no controller")?.name_any();
+        let log = cluster.api::<Pod>().logs(&pod, &LogParams::default()).await.map_err(|error| error.to_string())?;
+        if log.contains("has no caBundle: run helm upgrade") { Ok(()) } else { Err("it is not in the log".to_owned()) }
+    })
+    .await;
+    assert!(bundle().await.is_null(), "nothing writes it but helm");
+    let chart = chart();
+    helm(&["upgrade", RELEASE, &chart, "--namespace", &cluster.namespace, "--reuse-values", "--wait", "--timeout", "120s"]).await;
+    assert_eq!(bundle().await, before, "the Secret was found, and kept");
     await_webhook(cluster).await;
 }
 
@@ -125,7 +151,8 @@ async fn webhook_injects_pods_where_no_policy_does() {
         let outcome = tokio::spawn(async move {
             installed(&cluster).await;
             injected(&cluster).await;
-            certificate_is_written_again(&cluster).await;
+            account_changes_no_configuration(&cluster).await;
+            certificate_is_brought_back_by_an_upgrade(&cluster).await;
         })
         .await;
         // What it made for the whole cluster would prevent the next run.

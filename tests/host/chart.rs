@@ -3,7 +3,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
+use std::time::{Duration, SystemTime};
 
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
 use k8s_openapi::api::admissionregistration::{v1 as admission, v1alpha1 as mutating};
 use k8s_openapi::api::apps::v1::Deployment;
 use k8s_openapi::api::core::v1::{ConfigMap, Secret, Service, ServiceAccount};
@@ -14,6 +17,7 @@ use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomRe
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
+use weightsync_net::identity::{Ca, Identity, verifies};
 
 const CHART: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/charts/weightsync");
 
@@ -433,7 +437,7 @@ fn auto_takes_the_policy_where_the_cluster_serves_it() {
         let found = |kind: &str| of(&objects, kind).len();
         let kinds = ["MutatingAdmissionPolicy", "MutatingAdmissionPolicyBinding", "MutatingWebhookConfiguration"];
         assert_eq!(kinds.map(found), [policies, policies, webhooks], "{values} on {version} with {apis:?}");
-        // The controller serves what is configured, and may write into it.
+        // The controller serves what is configured, and may look at it.
         let args = controller(&objects, "ws-weightsync")["spec"]["containers"][0]["args"].to_string();
         assert_eq!(args.contains("--inject="), webhooks == 1, "{args}");
         let rules = named(&objects, "ClusterRole", "ws-weightsync")["rules"].to_string();
@@ -462,8 +466,8 @@ fn webhook_acts_on_labelled_pods_of_watched_namespaces_only() {
         assert_eq!(webhook["rules"], pods);
         let labelled = json!([{"key": "weightsync.dev/role", "operator": "In", "values": ["trainer", "rollout"]}]);
         assert_eq!(webhook["objectSelector"]["matchExpressions"], labelled);
-        let service = json!({"service": {"name": "ws-weightsync", "namespace": "sys", "port": 8443, "path": "/v1/inject"}});
-        assert_eq!(webhook["clientConfig"], service, "the controller writes the certificate: an upgrade must not");
+        let service = json!({"name": "ws-weightsync", "namespace": "sys", "port": 8443, "path": "/v1/inject"});
+        assert_eq!(webhook["clientConfig"]["service"], service);
         let ports = &named(&objects, "Service", "ws-weightsync")["spec"]["ports"];
         assert!(ports.as_array().unwrap().iter().any(|port| port["port"] == 8443), "{ports}");
         webhook["namespaceSelector"]["matchExpressions"].clone()
@@ -474,8 +478,53 @@ fn webhook_acts_on_labelled_pods_of_watched_namespaces_only() {
     let some = json!({"injection": {"method": "Webhook"}, "watchNamespaces": ["rl", "dev"]});
     assert_eq!(namespaces(&some), json!([{"key": name, "operator": "In", "values": ["rl", "dev"]}]));
     let right = json!({"apiGroups": ["admissionregistration.k8s.io"], "resources": ["mutatingwebhookconfigurations"],
-        "resourceNames": ["ws-weightsync-inject"], "verbs": ["get", "patch"]});
+        "resourceNames": ["ws-weightsync-inject"], "verbs": ["get"]});
     assert!(named(&render(&some), "ClusterRole", "ws-weightsync")["rules"].as_array().unwrap().contains(&right), "by name only");
+}
+
+/// The files of the volume that the controllers read, from the rendered Secret.
+fn served(secret: &Value) -> [String; 3] {
+    let text = |key: &str| String::from_utf8(STANDARD.decode(secret["data"][key].as_str().unwrap()).unwrap()).unwrap();
+    [text("ca.crt"), text("tls.crt"), text("tls.key")]
+}
+
+#[test]
+fn webhooks_certificate_is_served_and_trusted_as_rendered() {
+    let objects = render(&json!({"injection": {"method": "Webhook"}}));
+    let secret = named(&objects, "Secret", "ws-weightsync-webhook");
+    let [authority, chain, key] = served(secret);
+    let configuration = named(&objects, "MutatingWebhookConfiguration", "ws-weightsync-inject");
+    let bundle = STANDARD.decode(configuration["webhooks"][0]["clientConfig"]["caBundle"].as_str().unwrap()).unwrap();
+    assert_eq!(authority.as_bytes(), bundle);
+    let (name, now) = ("ws-weightsync.sys.svc", SystemTime::now());
+    verifies(&authority, &chain, name, now + Duration::from_secs(3600 * 86400)).unwrap();
+    assert!(verifies(&authority, &chain, "kubernetes.default.svc", now).is_err(), "it is for one name");
+    let identity = Identity::new(Ca::generate().unwrap().certificate_pem()).unwrap();
+    identity.serve_as(name, &chain, &key).unwrap();
+
+    let spec = controller(&objects, "ws-weightsync")["spec"].clone();
+    let volume = json!([{"name": "webhook", "secret": {"secretName": "ws-weightsync-webhook"}}]);
+    assert_eq!(spec["volumes"], volume);
+    let mount = &spec["containers"][0]["volumeMounts"][0];
+    let folder = mount["mountPath"].as_str().unwrap();
+    assert!(spec["containers"][0]["args"].as_array().unwrap().contains(&json!(format!("--webhook-certificate={folder}"))));
+    // The account cannot read it, and where policies inject there is none.
+    let rules: String = objects.iter().filter(|one| one["rules"].is_array()).map(|role| role["rules"].to_string()).collect();
+    assert!(!rules.contains("ws-weightsync-webhook"), "{rules}");
+    assert!(of(&render(&json!({})), "Secret").iter().all(|secret| secret["metadata"]["name"] != "ws-weightsync-webhook"));
+}
+
+#[test]
+fn own_certificate_of_the_webhook_replaces_the_charts() {
+    let own = |webhook: Value| json!({"injection": {"method": "Webhook", "webhook": webhook}});
+    let objects = render(&own(json!({"secretName": "mine", "caBundle": "PEM\n"})));
+    assert!(of(&objects, "Secret").iter().all(|secret| secret["metadata"]["name"] != "ws-weightsync-webhook"));
+    let configuration = named(&objects, "MutatingWebhookConfiguration", "ws-weightsync-inject");
+    assert_eq!(configuration["webhooks"][0]["clientConfig"]["caBundle"], STANDARD.encode("PEM"));
+    assert_eq!(controller(&objects, "ws-weightsync")["spec"]["volumes"][0]["secret"]["secretName"], "mine");
+    for half in [json!({"secretName": "mine"}), json!({"caBundle": "PEM"})] {
+        assert!(refused(&own(half)).contains("belong together"));
+    }
 }
 
 #[test]
@@ -593,6 +642,8 @@ fn each_value() -> BTreeMap<&'static str, Value> {
         ("injection.resources.limits", json!({"memory": "1Gi"})),
         ("injection.resources.requests", json!({"memory": "1Gi"})),
         ("injection.sharedMemory.sizeLimit", json!("1Gi")),
+        ("injection.webhook.caBundle", json!("other")),
+        ("injection.webhook.secretName", json!("other")),
         ("logLevel", json!("debug")),
         ("monitoring.board.annotations", labels.clone()),
         ("monitoring.board.enabled", json!(false)),
@@ -653,9 +704,14 @@ fn every_value_changes_what_is_rendered() {
     names.remove("global");
     let values = each_value();
     assert_eq!(names, values.keys().map(|&name| name.to_owned()).collect());
-    let before = render(&everything());
+    let own = json!({"method": "Webhook", "webhook": {"secretName": "mine", "caBundle": "PEM"}});
     for (name, value) in values {
         let mut changed = everything();
+        if name.starts_with("injection.webhook.") {
+            // Elsewhere there is none, and the two belong together.
+            changed["injection"] = own.clone();
+        }
+        let before = render(&changed);
         let mut at = &mut changed;
         for part in name.split('.') {
             at = &mut at[part];

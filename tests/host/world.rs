@@ -7,6 +7,7 @@ mod ending;
 pub mod files;
 mod processes;
 
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::Stdio;
@@ -41,6 +42,8 @@ pub struct World {
     pub socket: String,
     events: watch::Receiver<Vec<Value>>,
     actors: Vec<Actor>,
+    /// Loopback address of everything in it.
+    address: IpAddr,
     ports: Vec<u16>,
     late: Vec<Child>,
     pub http: reqwest::Client,
@@ -55,6 +58,8 @@ struct Setup<'a> {
     /// What engines start with.
     model: Model,
     update: Value,
+    /// Loopback address of everything in the group.
+    address: IpAddr,
     /// Whether the program reads the file of earlier builds.
     earlier: bool,
 }
@@ -68,6 +73,7 @@ impl<'a> Setup<'a> {
             transport: transport_of_stories(),
             model: Model::small(0),
             update: json!({}),
+            address: Ipv4Addr::LOCALHOST.into(),
             earlier: false,
         }
     }
@@ -137,6 +143,11 @@ impl World {
         Self::start_with(&Model::small(0), update, actors).await
     }
 
+    /// Starts a group whose parts listen at that loopback address, and connect to each other there.
+    pub async fn start_at(address: IpAddr, actors: impl IntoIterator<Item = Actor>) -> Self {
+        Self::start_as(Setup { address, ..Setup::usual() }, actors).await
+    }
+
     /// Starts a group whose engines start with that model.
     pub async fn start_with(model: &Model, update: Value, actors: impl IntoIterator<Item = Actor>) -> Self {
         Self::start_from(Path::new(PROGRAM), model, update, actors).await
@@ -180,7 +191,7 @@ impl World {
     }
 
     async fn start_as(setup: Setup<'_>, actors: impl IntoIterator<Item = Actor>) -> Self {
-        let Setup { program, delivery, machine, transport, model, update, earlier } = setup;
+        let Setup { program, delivery, machine, transport, model, update, address, earlier } = setup;
         let folder = tempfile::tempdir().unwrap();
         model.save(&folder.path().join("start"));
         let name = format!("t{}-{}", std::process::id(), WORLDS.fetch_add(1, Ordering::Relaxed));
@@ -189,7 +200,7 @@ impl World {
         let rollouts: Vec<Value> = actors.iter().zip(&ports).enumerate().map(|(number, (actor, port))| {
             let own = u32::try_from(number).unwrap() + 1;
             let gpus = machine.map(|_| uuid(actor.gpu.unwrap_or(own))).into_iter().collect::<Vec<_>>();
-            let mut command = if actor.absent { Vec::new() } else { engine(actor, *port, folder.path()) };
+            let mut command = if actor.absent { Vec::new() } else { engine(actor, SocketAddr::new(address, *port), folder.path()) };
             if !command.is_empty() && !command.iter().any(|word| word == "--gpu") {
                 // The engine is on its agent's GPU, and reads what is handed over there.
                 command.extend(gpus.iter().flat_map(|gpu| ["--gpu".to_owned(), gpu.clone()]));
@@ -209,11 +220,11 @@ impl World {
             files::write_earlier(folder.path());
         }
         let environment = machine.map(Machine::environment).unwrap_or_default();
-        let (local, events) = start_local(program, folder.path(), &environment);
+        let (local, events) = start_local(program, address, folder.path(), &environment);
         let _ = rustls::crypto::ring::default_provider().install_default();
         let http = reqwest::Client::builder().no_proxy().timeout(Duration::from_secs(5)).build().unwrap();
         let socket = format!("@weightsync/{name}-trainer");
-        let mut world = Self { folder, local, environment, socket, events, actors, ports, late: Vec::new(), http };
+        let mut world = Self { folder, local, environment, socket, events, actors, address, ports, late: Vec::new(), http };
         world.event("the group to start", |event| event["event"] == "started").await;
         world
     }
@@ -238,7 +249,7 @@ impl World {
     /// Starts the group again from its file, after it was killed.
     pub async fn restart(&mut self) {
         self.local.wait().await.unwrap();
-        (self.local, self.events) = start_local(Path::new(PROGRAM), self.folder.path(), &self.environment);
+        (self.local, self.events) = start_local(Path::new(PROGRAM), self.address, self.folder.path(), &self.environment);
         self.event("the group to start", |event| event["event"] == "started").await;
     }
 
@@ -262,6 +273,11 @@ impl World {
         assert!(waited.is_ok(), "the file is read again");
     }
 
+    /// Where an engine listens.
+    fn at(&self, number: usize) -> SocketAddr {
+        SocketAddr::new(self.address, self.ports[number])
+    }
+
     /// Port of an engine.
     pub fn port(&self, number: usize) -> u16 {
         self.ports[number]
@@ -269,7 +285,7 @@ impl World {
 
     /// Starts an engine that was absent.
     pub fn start_engine(&mut self, number: usize) {
-        let command = engine(&self.actors[number], self.ports[number], self.folder.path());
+        let command = engine(&self.actors[number], self.at(number), self.folder.path());
         let environment = self.environment.clone();
         let child = Command::new(&command[0]).args(&command[1..]).envs(environment).stdout(Stdio::null()).kill_on_drop(true).spawn();
         self.late.push(child.unwrap());
@@ -333,7 +349,7 @@ impl World {
 
     /// What an engine answers; null when it does not.
     pub async fn get(&self, number: usize, path: &str) -> Value {
-        let answer = self.http.get(format!("http://127.0.0.1:{}{path}", self.ports[number])).send().await;
+        let answer = self.http.get(format!("http://{}{path}", self.at(number))).send().await;
         match answer {
             Ok(answer) => answer.json().await.unwrap_or_default(),
             Err(_) => Value::Null,
@@ -342,14 +358,14 @@ impl World {
 
     /// Replaces what goes wrong in an engine.
     pub async fn spoil(&self, number: usize, faults: &Value) {
-        let url = format!("http://127.0.0.1:{}/simulator/faults", self.ports[number]);
+        let url = format!("http://{}/simulator/faults", self.at(number));
         let answer = self.http.post(url).json(faults).send().await.unwrap();
         assert_eq!(answer.status(), 200, "{faults}");
     }
 
     /// Posts to an engine.
     pub async fn post(&self, number: usize, path: &str, body: &Value) {
-        let url = format!("http://127.0.0.1:{}{path}", self.ports[number]);
+        let url = format!("http://{}{path}", self.at(number));
         let answer = self.http.post(url).json(body).send().await.unwrap();
         assert_eq!(answer.status(), 200, "{path}");
     }
@@ -375,8 +391,9 @@ impl World {
     fn pages(&self, pod: &str) -> Option<String> {
         let log = std::fs::read_to_string(self.folder.path().join(format!("state/{pod}-agent.log"))).ok()?;
         let line = log.lines().rfind(|line| line.contains("status pages"))?;
-        let port: String = line.rsplit("127.0.0.1:").next()?.chars().take_while(char::is_ascii_digit).collect();
-        Some(format!("http://127.0.0.1:{port}"))
+        // The address is the end of the line, after a colour.
+        let address = line.trim_end().rsplit(|c: char| !c.is_ascii_hexdigit() && !".:[]".contains(c)).next()?;
+        Some(format!("http://{address}"))
     }
 
     /// Status and text of a page of an agent; 0 when it does not answer.
@@ -434,12 +451,19 @@ impl World {
 }
 
 /// Starts `weightsync local` on the file in the folder; answers what it prints, too.
-fn start_local(program: &Path, folder: &Path, environment: &[(&'static str, String)]) -> (Child, watch::Receiver<Vec<Value>>) {
+fn start_local(
+    program: &Path,
+    address: IpAddr,
+    folder: &Path,
+    environment: &[(&'static str, String)],
+) -> (Child, watch::Receiver<Vec<Value>>) {
     let mut local = Command::new(program)
         .args(["local", "--output", "json"])
         .args(files::arguments(folder))
         // An earlier build has no page.
         .args((program == Path::new(PROGRAM)).then_some("--ui"))
+        // Nor does one know this option.
+        .args(address.is_ipv6().then_some(["--address".to_owned(), address.to_string()]).into_iter().flatten())
         .envs(environment.iter().cloned())
         .stdout(Stdio::piped())
         .stderr(std::fs::File::options().create(true).append(true).open(folder.join("local.log")).unwrap())

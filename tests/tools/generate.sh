@@ -12,6 +12,8 @@ weightsync=${CARGO_TARGET_DIR:-target}/debug/weightsync
 "$weightsync" generate api-reference >"$made/api"
 "$weightsync" generate metrics >"$made/metrics"
 tests/cluster/tools.sh
+cp "$made/crds" crds/weightsync.dev_weightsyncs.yaml
+# The same bytes, and no link: a chart that is installed from Git must be whole.
 cp "$made/crds" charts/weightsync/files/crd.yaml
 # The version stands in Cargo.toml.
 version=$("$weightsync" --version | cut -d ' ' -f 2)

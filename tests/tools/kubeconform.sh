@@ -29,7 +29,7 @@ once "$dir" fill
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 mkdir "$work/schemas"
-"$(tests/tools/python.sh)/python" tests/tools/schemas.py "$dir/swagger.json" "$work/schemas" charts/weightsync/files/crd.yaml "$dir"/crds/*.yaml
+"$(tests/tools/python.sh)/python" tests/tools/schemas.py "$dir/swagger.json" "$work/schemas" crds/weightsync.dev_weightsyncs.yaml "$dir"/crds/*.yaml
 deploy/render.sh --values tests/chart/everything.yaml >"$work/everything.yaml"
 deploy/render.sh --values tests/chart/everything.yaml --set injection.method=Webhook >"$work/webhook.yaml"
 

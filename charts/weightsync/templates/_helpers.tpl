@@ -177,9 +177,10 @@ object.metadata.?annotations[?'weightsync.dev/inject'].orValue('sidecar')
 {{- with $all -}}resources: Object.spec.initContainers.resources{ {{- join ", " . -}} },{{- end -}}
 {{- end -}}
 
-{{/* CEL: what no container of ours needs. */}}
+{{/* CEL: what `restricted` of Pod Security Standards wants of each container; a pod whose own context says user 0 has its agent as root. */}}
 {{- define "weightsync.injection.confined" -}}
 securityContext: Object.spec.initContainers.securityContext{allowPrivilegeEscalation: false, readOnlyRootFilesystem: true,
+  runAsNonRoot: object.spec.?securityContext.?runAsUser.orValue(1) != 0,
   capabilities: Object.spec.initContainers.securityContext.capabilities{drop: ["ALL"]}, seccompProfile: Object.spec.initContainers.securityContext.seccompProfile{type: "RuntimeDefault"}}
 {{- end -}}
 

@@ -64,6 +64,29 @@ pub enum EnrollmentError {
     Cancelled,
 }
 
+/// Why an agent has no certificate yet, and what its user can do.
+#[derive(Debug, Clone, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum NotEnrolled {
+    #[error("the controller at {controller} has not answered yet: publish again in a moment")]
+    Asking { controller: String },
+    #[error("{0}: check that the controller runs and that this pod reaches it (its Service, DNS, network policies), then publish again")]
+    Unreachable(#[source] Arc<CallError>),
+    #[error("{0}: have a WeightSync select this pod, look at `kubectl weightsync status`, then publish again")]
+    Rejected(#[source] Arc<CallError>),
+    #[error("{0}: the pod needs the token's volume, which injection adds; create the pod again")]
+    NoToken(#[source] Arc<EnrollmentError>),
+}
+
+impl From<CallError> for NotEnrolled {
+    fn from(error: CallError) -> Self {
+        match error {
+            CallError::Refused { .. } | CallError::Rejected { .. } => Self::Rejected(Arc::new(error)),
+            CallError::Unreachable { .. } | CallError::Timeout { .. } | CallError::BadReply { .. } => Self::Unreachable(Arc::new(error)),
+        }
+    }
+}
+
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub struct Enrolled {
@@ -73,12 +96,13 @@ pub struct Enrolled {
     pub renew_at: Instant,
 }
 
-/// Asks for a certificate until it gets one; each refusal is logged once per cause. Ends with [`EnrollmentError::Refused`] where the token was
+/// Asks for a certificate until it gets one; each refusal is logged once per cause, and passed to `tell`. Ends with [`EnrollmentError::Refused`] where the token was
 /// given to this process and is refused for good.
 pub async fn enroll(
     client: &ControllerClient,
     identity: &Identity,
     applicant: &Applicant,
+    tell: impl Fn(NotEnrolled),
     cancel: &CancellationToken,
 ) -> Result<Enrolled, EnrollmentError> {
     let csr_pem = identity.csr_pem()?;
@@ -116,11 +140,12 @@ pub async fn enroll(
                 return Err(EnrollmentError::Refused(rejection.message));
             }
             Err(error) => {
-                let error = error.to_string();
-                if error != said {
-                    tracing::warn!(%error, "not enrolled yet, asking again");
-                    said = error;
+                let text = error.to_string();
+                if text != said {
+                    tracing::warn!(error = text, "not enrolled yet, asking again");
+                    said = text;
                 }
+                tell(error.into());
             }
         }
         let wait = backoff.failed();

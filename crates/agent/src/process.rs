@@ -29,12 +29,13 @@ use self::engines::{Order, Resting, Running};
 pub use self::numbers::DEFINITIONS as METRICS;
 use self::pages::Pages;
 use super::client::{ClientServer, ClientServerConfig, PublishQueue, SocketError};
-use super::enrollment::{Applicant, Enrolled, EnrollmentError, enroll};
+use super::enrollment::{Applicant, Enrolled, EnrollmentError, NotEnrolled, enroll};
 use super::external::ExternalDesk;
 use weightsync_core::protocol::{Assignment, Role, RosterView};
 use weightsync_net::backoff::Backoff;
 use weightsync_net::https::{ControllerClient, Limits, serve_plain};
 use weightsync_net::identity::{Identity, IdentityError};
+use weightsync_net::listen;
 
 #[derive(Clone)]
 #[allow(missing_docs)]
@@ -104,8 +105,8 @@ pub async fn run(settings: Settings, cancel: CancellationToken) -> Result<(), Ag
     let stop = cancel.clone().drop_guard();
     let roster = watch::Sender::new(RosterView { epoch: None, version: None, replicas: Vec::new() });
     let pages = Arc::new(Pages::new(settings.role, roster.subscribe(), settings.serve_unclaimed_after));
-    let listener = listen(settings.status, "status pages").await?;
-    let probes = listen(settings.probes, "probes").await?;
+    let listener = listen(settings.status, "status pages")?;
+    let probes = listen(settings.probes, "probes")?;
     let mut background = JoinSet::new();
     background.spawn(serve_plain(listener, pages.router(), Limits::pages(), cancel.clone()));
     background.spawn(serve_plain(probes, pages.probes(), Limits::probes(), cancel.clone()));
@@ -127,8 +128,8 @@ pub async fn run(settings: Settings, cancel: CancellationToken) -> Result<(), Ag
     outcome
 }
 
-async fn listen(address: SocketAddr, what: &str) -> Result<TcpListener, AgentError> {
-    let listener = TcpListener::bind(address).await.map_err(|source| AgentError::Listen { address, source })?;
+fn listen(address: SocketAddr, what: &str) -> Result<TcpListener, AgentError> {
+    let listener = listen::listen(address).map_err(|source| AgentError::Listen { address, source })?;
     if let Ok(address) = listener.local_addr() {
         tracing::info!(%address, "{what}");
     }
@@ -140,15 +141,21 @@ async fn sessions(session: &Arc<Session>, pages: &Arc<Pages>, cancel: &Cancellat
     let mut backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(30));
     let mut resting = Resting::default();
     loop {
+        let tell = |cause| session.queue.not_enrolled(cause);
+        tell(NotEnrolled::Asking { controller: session.settings.controller.clone() });
         let enrolled = tokio::select! {
-            enrolled = enroll(&session.client, &session.identity, &session.settings.applicant, cancel) => enrolled,
+            enrolled = enroll(&session.client, &session.identity, &session.settings.applicant, tell, cancel) => enrolled,
             () = resting.follow(pages) => continue,
         };
         let enrolled = match enrolled {
-            Ok(enrolled) => enrolled,
+            Ok(enrolled) => {
+                session.queue.enrolled();
+                enrolled
+            }
             Err(EnrollmentError::Cancelled) => break,
             Err(error @ EnrollmentError::Token { .. }) => {
                 tracing::warn!(%error, "not enrolled yet");
+                tell(NotEnrolled::NoToken(Arc::new(error)));
                 if again(backoff.failed(), cancel).await {
                     continue;
                 }
@@ -224,7 +231,7 @@ async fn attend(
     // Next to everything else: a controller that is away may keep it waiting for hours, and the command may end meanwhile.
     let renewed = |at| async move {
         sleep_until(at).await;
-        enroll(&session.client, &session.identity, &session.settings.applicant, cancel).await
+        enroll(&session.client, &session.identity, &session.settings.applicant, |_| (), cancel).await
     };
     let mut renewal = Box::pin(renewed(enrolled.renew_at));
     loop {

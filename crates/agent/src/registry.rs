@@ -6,7 +6,7 @@
 mod report;
 
 use std::collections::BTreeMap;
-use std::net::IpAddr;
+use std::net::{IpAddr, TcpListener};
 use std::sync::Arc;
 
 use tokio::sync::watch;
@@ -76,7 +76,7 @@ impl Registry {
         if port == 0 {
             return Err(RegisterError::NoPort);
         }
-        if let Some(address) = engine.address.filter(|address| !address.is_loopback() && *address != self.pod) {
+        if let Some(address) = engine.address.filter(|address| *address != self.pod && !is_of_this_pod(*address)) {
             return Err(RegisterError::OtherPod { address, pod: self.pod });
         }
         let mut number = None;
@@ -129,6 +129,11 @@ impl Drop for Registration {
             held
         });
     }
+}
+
+/// Whether the kernel has the address: a pod on a dual-stack cluster has one of each family, and `POD_IP` names the first only.
+fn is_of_this_pod(address: IpAddr) -> bool {
+    address.is_loopback() || !address.is_unspecified() && !address.is_multicast() && TcpListener::bind((address, 0)).is_ok()
 }
 
 #[cfg(test)]

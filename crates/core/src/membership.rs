@@ -54,6 +54,7 @@ use crate::protocol::{HeldVersion, MemberName, Reason, Version};
 use agents::Agents;
 use backoff::{Backoff, Failure, Weight};
 use group::{Forming, Group, Urgent};
+use preflight::Requests;
 use proven::Proven;
 use updates::Updates;
 
@@ -102,6 +103,8 @@ pub struct Membership {
     updates: Updates,
     group: Option<Group>,
     forming: Option<Forming>,
+    /// When the last request for a preflight was followed, and the request that waits since.
+    preflight: Requests,
     /// Why the next group is due at once.
     urgent: Option<Urgent>,
     /// Since when a first group would be useful.
@@ -156,6 +159,7 @@ impl Membership {
             updates: Updates::default(),
             group: None,
             forming: None,
+            preflight: Requests::default(),
             urgent: None,
             viable_since: None,
             waiting: BTreeMap::new(),
@@ -253,6 +257,7 @@ impl Membership {
         if let Some(at) = self.agents.find_silent(self.now, self.config.agent_silence_ms) {
             self.wake_at(at);
         }
+        self.follow_request();
         self.learn_refused();
         self.learn_version();
         self.learn_target();

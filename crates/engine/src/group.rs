@@ -5,6 +5,7 @@
 //! byte: the source's GPU worker broadcasts, and the engine's own workers receive. No wait for a silent engine exceeds a deadline. Whether
 //! it is stuck is judged by the one token that [`super::Engine::health`] and the end of an install request.
 
+use std::net::Ipv6Addr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -282,7 +283,7 @@ pub(super) async fn join_by_store(http: &EngineHttp, join: &GroupJoin, until: Un
         });
     };
     let body = json!({
-        "master_address": address,
+        "master_address": in_url(address),
         "master_port": port,
         "rank_offset": join.offset,
         "world_size": join.world,
@@ -290,6 +291,11 @@ pub(super) async fn join_by_store(http: &EngineHttp, join: &GroupJoin, until: Un
         "backend": "nccl",
     });
     post_ok(http, "/init_weights_update_group", &body, ("success", Value::Bool(true)), until).await
+}
+
+/// A host as it stands in a URL. LMDeploy writes `tcp://ADDRESS:PORT` without brackets of its own; SGLang takes an address with them.
+fn in_url(host: &str) -> String {
+    if host.parse::<Ipv6Addr>().is_ok() { format!("[{host}]") } else { host.to_owned() }
 }
 
 pub(super) async fn leave_by_name(http: &EngineHttp, name: Option<&str>, until: Until) -> Result<(), EngineError> {

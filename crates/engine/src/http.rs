@@ -10,6 +10,7 @@ use reqwest::{Client, Method, RequestBuilder, Response, Url};
 use serde_json::Value;
 use tokio::time::Instant;
 
+use super::localhost::{self, LOCALHOST};
 use super::{ApiKey, EngineConfig, EngineError};
 use weightsync_net::https::no_tls;
 
@@ -78,6 +79,7 @@ impl EngineHttp {
             .no_proxy()
             .redirect(reqwest::redirect::Policy::none())
             .pool_max_idle_per_host(0)
+            .resolve_to_addrs(LOCALHOST, &localhost::addresses(0))
             .use_preconfigured_tls(no_tls().map_err(|cause| unsupported(format!("TLS cannot be set up: {cause}")))?)
             .build()
             .map_err(|cause| unsupported(format!("the HTTP client cannot be set up: {cause}")))?;

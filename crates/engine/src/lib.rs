@@ -27,6 +27,7 @@ mod http;
 mod label;
 mod lifeline;
 mod lmdeploy;
+mod localhost;
 mod mixed;
 mod process;
 mod record;
@@ -54,6 +55,7 @@ pub use group::no_groups;
 pub use group::{EngineGroup, GroupJoin, GroupJoined};
 pub use host::{HostBucket, HostDigest, HostInstall, HostJob, HostMemory, HostTensor};
 pub use label::Holding;
+pub use localhost::LOCALHOST;
 pub use secret::ApiKey;
 
 use weightsync_core::protocol::{CanaryPolicy, EngineFacts, HeldVersion, KvCachePolicy, MixedWindow, PausePolicy};

@@ -11,6 +11,8 @@ use rustix::net::RecvFlags;
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
+use super::localhost::{self, LOCALHOST};
+
 #[derive(Debug)]
 pub(super) struct Lifeline(TcpStream);
 
@@ -20,7 +22,13 @@ impl Lifeline {
         let url = Url::parse(url).ok()?;
         let (host, port) = (url.host_str()?, url.port_or_known_default()?);
         let host = host.trim_start_matches('[').trim_end_matches(']');
-        timeout(limit, TcpStream::connect((host, port))).await.ok()?.ok().map(Self)
+        let connect = async {
+            if host == LOCALHOST {
+                return TcpStream::connect(localhost::addresses(port).as_slice()).await;
+            }
+            TcpStream::connect((host, port)).await
+        };
+        timeout(limit, connect).await.ok()?.ok().map(Self)
     }
 
     /// Whether it is open; asks only the kernel.

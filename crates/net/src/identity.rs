@@ -28,6 +28,8 @@ use rustls_pki_types::pem::PemObject;
 use rustls_pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer, ServerName, UnixTime};
 
 pub use ca::Ca;
+#[cfg(any(test, feature = "testing"))]
+pub use forged::Made;
 pub use key::KeyDigest;
 pub(crate) use peer::controller_name;
 pub use peer::{PeerIdentity, agent_name};
@@ -70,6 +72,14 @@ struct Shared {
     roots: Arc<RootCertStore>,
     provider: Arc<CryptoProvider>,
     current: RwLock<Option<Current>>,
+    foreign: RwLock<Option<Foreign>>,
+}
+
+/// A certificate of another authority, for clients that know no member of WeightSync.
+struct Foreign {
+    /// The name that they ask for.
+    name: String,
+    certified: Arc<CertifiedKey>,
 }
 
 struct Current {
@@ -96,6 +106,7 @@ impl Identity {
             roots: Arc::new(roots),
             provider: Arc::new(rustls::crypto::ring::default_provider()),
             current: RwLock::new(None),
+            foreign: RwLock::new(None),
         })))
     }
 
@@ -127,6 +138,17 @@ impl Identity {
         let certified = Arc::new(CertifiedKey::from_der(chain, key, &self.0.provider)?);
         let mut current = self.0.current.write();
         *current = Some(Current { own, certified, until });
+        Ok(())
+    }
+
+    /// As a server, presents this chain and key (PEM), of an authority that this program does not know, to clients that ask for `name`. A key
+    /// of another certificate changes nothing.
+    pub fn serve_as(&self, name: &str, chain_pem: &str, key_pem: &str) -> Result<(), IdentityError> {
+        let chain = read_certificates("certificate", chain_pem)?;
+        let key = PrivateKeyDer::from_pem_slice(key_pem.as_bytes());
+        let key = key.map_err(|cause| IdentityError::Pem { what: "key", cause: cause.to_string() })?;
+        let certified = Arc::new(CertifiedKey::from_der(chain, key, &self.0.provider)?);
+        *self.0.foreign.write() = Some(Foreign { name: name.to_owned(), certified });
         Ok(())
     }
 
@@ -188,8 +210,11 @@ impl fmt::Debug for Resolver {
 }
 
 impl ResolvesServerCert for Resolver {
-    fn resolve(&self, _hello: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
-        self.0.certified()
+    fn resolve(&self, hello: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
+        let asked = hello.server_name();
+        let foreign = self.0.foreign.read();
+        let foreign = foreign.as_ref().filter(|foreign| asked == Some(foreign.name.as_str()));
+        foreign.map_or_else(|| self.0.certified(), |foreign| Some(foreign.certified.clone()))
     }
 }
 
@@ -201,6 +226,24 @@ impl ResolvesClientCert for Resolver {
     fn has_certs(&self) -> bool {
         self.0.certified().is_some()
     }
+}
+
+/// Whether a client that trusts the authorities of `bundle_pem` takes this chain (PEM) for `name` at that time.
+pub fn verifies(bundle_pem: &str, chain_pem: &str, name: &str, at: SystemTime) -> Result<(), IdentityError> {
+    let mut roots = RootCertStore::empty();
+    for certificate in read_certificates("authority", bundle_pem)? {
+        roots.add(certificate)?;
+    }
+    let chain = read_certificates("certificate", chain_pem)?;
+    let Some((leaf, intermediates)) = chain.split_first() else {
+        return Err(IdentityError::Pem { what: "certificate", cause: "it holds no certificate".into() });
+    };
+    let name = ServerName::try_from(name).map_err(|_| IdentityError::Name { name: name.to_owned() })?;
+    let provider = Arc::new(rustls::crypto::ring::default_provider());
+    let verifier = WebPkiServerVerifier::builder_with_provider(Arc::new(roots), provider).build()?;
+    let at = UnixTime::since_unix_epoch(at.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default());
+    verifier.verify_server_cert(leaf, intermediates, &name, &[], at)?;
+    Ok(())
 }
 
 fn read_certificates(what: &'static str, pem: &str) -> Result<Vec<CertificateDer<'static>>, IdentityError> {

@@ -7,6 +7,7 @@ pub mod deadline;
 pub mod health;
 pub mod https;
 pub mod identity;
+pub mod listen;
 pub mod logs;
 pub mod memfd;
 pub mod metrics;

@@ -102,7 +102,12 @@ impl TcpTransport {
     /// Listens on `address` (port 0 takes a free one), so that [`Transport::address`] can be sent to others.
     pub async fn bind(address: SocketAddr, admission: Arc<dyn Admission>, options: TcpOptions) -> Result<Self, TransportError> {
         let io = |source| TransportError::Io { what: format!("cannot listen on {address}"), source };
-        let listener = TcpListener::bind(address).await.map_err(io)?;
+        Self::on(TcpListener::bind(address).await.map_err(io)?, admission, options)
+    }
+
+    /// The same on a listener that is bound already.
+    pub fn on(listener: TcpListener, admission: Arc<dyn Admission>, options: TcpOptions) -> Result<Self, TransportError> {
+        let io = |source| TransportError::Io { what: "a listener has no address".to_owned(), source };
         let bound = listener.local_addr().map_err(io)?;
         let closed = CancellationToken::new();
         let options = Arc::new(options);

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -34,6 +35,7 @@ class Admin(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, address: tuple[str, int], publisher: Publisher, *, timeout: float = 600) -> None:
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         super().__init__(address, _Handler)
         self._publisher = publisher
         self._timeout = timeout

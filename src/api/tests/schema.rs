@@ -179,10 +179,13 @@ fn every_printer_column_reads_a_field_that_is_there() {
 
 #[test]
 fn the_crd_in_the_repository_is_the_one_that_the_types_give() {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("charts/weightsync/files/crd.yaml");
-    let there = fs::read_to_string(&path).unwrap();
-    assert!(there == crd_yaml().unwrap(), "stale: cargo run -- generate crds > charts/weightsync/files/crd.yaml");
-    let read: Value = serde_saphyr::from_str(&there).unwrap();
+    let made = crd_yaml().unwrap();
+    for path in ["crds/weightsync.dev_weightsyncs.yaml", "charts/weightsync/files/crd.yaml"] {
+        let file = Path::new(env!("CARGO_MANIFEST_DIR")).join(path);
+        assert!(fs::symlink_metadata(&file).unwrap().is_file(), "{path} is a link: a chart from Git would lack its CRD");
+        assert!(fs::read_to_string(&file).unwrap() == made, "{path} is stale: make generate");
+    }
+    let read: Value = serde_saphyr::from_str(&made).unwrap();
     let typed: k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition =
         serde_json::from_value(read).unwrap();
     assert_eq!(typed, crd().unwrap(), "what is written reads back as the same");

@@ -3,7 +3,6 @@
 //! There is no agent, so neither end authenticates: the listening one accepts bytes of every sender, checks their digests, and keeps none.
 //! It says nothing about reads through NIXL or NCCL.
 
-use std::net::{Ipv6Addr, SocketAddr};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
@@ -20,6 +19,7 @@ use weightsync_core::protocol::{
     DataHello, EdgeFigures, EdgeOutcome, EpochId, LONGEST_MEASUREMENT, MemberName, Refusal, RefusalCode, UpdateId,
 };
 use weightsync_net::identity::PeerIdentity;
+use weightsync_net::listen::{self, everywhere};
 use weightsync_transport::tcp::{TcpOptions, TcpTransport};
 use weightsync_transport::{Admission, BucketStore, Transport};
 
@@ -45,18 +45,13 @@ impl Admission for Counterpart {
     }
 }
 
-async fn bind(port: u16) -> anyhow::Result<TcpTransport> {
-    let address = SocketAddr::from((Ipv6Addr::UNSPECIFIED, port));
-    match TcpTransport::bind(address, Arc::new(Counterpart), TcpOptions::default()).await {
-        Ok(transport) => Ok(transport),
-        // A host without IPv6.
-        Err(_) => Ok(TcpTransport::bind(([0, 0, 0, 0], port).into(), Arc::new(Counterpart), TcpOptions::default()).await?),
-    }
+fn bind(port: u16) -> anyhow::Result<TcpTransport> {
+    Ok(TcpTransport::on(listen::listen(everywhere(port))?, Arc::new(Counterpart), TcpOptions::default())?)
 }
 
 /// Answers measurements at that port until interrupted.
 pub(super) async fn listen(port: u16) -> anyhow::Result<ExitCode> {
-    let transport = bind(port).await.with_context(|| format!("cannot listen on port {port}: choose another one with --listen"))?;
+    let transport = bind(port).with_context(|| format!("cannot listen on port {port}: choose another one with --listen"))?;
     let port = transport.address().rsplit(':').next().unwrap_or_default().to_owned();
     println!("listening on port {port}; on the other host: weightsync doctor --peer ADDRESS-OF-THIS-HOST:{port}");
     tokio::signal::ctrl_c().await.context("the end cannot be waited for")?;
@@ -76,7 +71,7 @@ pub(super) async fn ask(peer: &str, output: Output) -> anyhow::Result<ExitCode> 
         connected.with_context(hint)?.with_context(hint)?;
         round_trip = round_trip.min(begun.elapsed());
     }
-    let transport = bind(0).await?;
+    let transport = bind(0)?;
     let epoch = EpochId { weightsync: DOCTOR.to_owned(), created: 1, term: 1, epoch: 1 };
     let hello = DataHello {
         update: UpdateId { epoch, version: 0, attempt: 0 },

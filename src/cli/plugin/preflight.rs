@@ -12,12 +12,13 @@ use clap::Args;
 use futures::TryStreamExt;
 use k8s_openapi::jiff::Timestamp;
 use kube::api::{Patch, PatchParams};
-use kube::runtime::{WatchStreamExt, watcher};
+use kube::runtime::watcher;
 use kube::{Api, ResourceExt};
 use serde_json::json;
 
 use super::cluster::{ClusterArgs, find, within};
 use crate::api::{EdgeStatus, EdgeVerdict, PREFLIGHT_ANNOTATION, Preflight, PreflightStatus, WeightSync};
+use crate::watching;
 use weightsync_agent::command::Output;
 use weightsync_agent::command::text::columns;
 use weightsync_core::plan::show_rate;
@@ -87,7 +88,7 @@ fn refuse(object: &WeightSync) -> anyhow::Result<()> {
 /// Watches until the group has measured its edges, and the members that it leaves out have left.
 async fn follow(api: &Api<WeightSync>, name: &str, request: &str) -> anyhow::Result<WeightSync> {
     let only = watcher::Config::default().fields(&format!("metadata.name={name}"));
-    let mut changes = std::pin::pin!(watcher(api.clone(), only).default_backoff().applied_objects());
+    let mut changes = std::pin::pin!(watching::changes(api.clone(), only));
     let mut shown = None;
     while let Some(object) = changes.try_next().await.context("the object cannot be watched")? {
         let found = object.status.as_ref().and_then(|status| status.preflight.as_ref()).filter(|found| found.request == request);

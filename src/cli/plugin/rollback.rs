@@ -10,12 +10,13 @@ use anyhow::{Context, bail};
 use clap::Args;
 use futures::TryStreamExt;
 use kube::api::{Patch, PatchParams};
-use kube::runtime::{WatchStreamExt, watcher};
+use kube::runtime::watcher;
 use kube::{Api, ResourceExt};
 use serde_json::json;
 
 use super::cluster::{ClusterArgs, find, within};
 use crate::api::{MAX_MEMBERS, WeightSync, WeightSyncStatus};
+use crate::watching;
 use weightsync_agent::command::Output;
 
 #[derive(Debug, Args)]
@@ -92,7 +93,7 @@ impl RollbackArgs {
     /// Watches until every replica serves the version.
     async fn follow(&self, api: &Api<WeightSync>, name: &str, target: i64, generation: Option<i64>) -> anyhow::Result<()> {
         let only = watcher::Config::default().fields(&format!("metadata.name={name}"));
-        let mut changes = std::pin::pin!(watcher(api.clone(), only).default_backoff().applied_objects());
+        let mut changes = std::pin::pin!(watching::changes(api.clone(), only));
         let mut shown = None;
         while let Some(object) = changes.try_next().await.context("the object cannot be watched")? {
             match progress(&object, target, generation) {

@@ -9,10 +9,11 @@ use anyhow::Context;
 use clap::Args;
 use futures::TryStreamExt;
 use kube::ResourceExt;
-use kube::runtime::{WatchStreamExt, watcher};
+use kube::runtime::watcher;
 
 use super::cluster::{ClusterArgs, find};
 use crate::api::{GdrStatus, MemberStatus, ProofName, WeightSync, WeightSyncStatus};
+use crate::watching;
 use weightsync_agent::command::Output;
 use weightsync_agent::command::text::columns;
 
@@ -42,7 +43,7 @@ impl StatusArgs {
                 return Ok(if is_ready(&object) { ExitCode::SUCCESS } else { ExitCode::FAILURE });
             }
             let only = watcher::Config::default().fields(&format!("metadata.name={}", object.name_any()));
-            let mut changes = std::pin::pin!(watcher(api, only).default_backoff().applied_objects());
+            let mut changes = std::pin::pin!(watching::changes(api, only));
             let redraws = self.output == Output::Human && std::io::stdout().is_terminal();
             while let Some(object) = changes.try_next().await.context("the object cannot be watched")? {
                 if redraws {

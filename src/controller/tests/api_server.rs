@@ -42,9 +42,8 @@ fn granted() -> &'static [Right] {
         let words = |rule: &Value, field: &str| -> Vec<String> {
             rule[field].as_array().into_iter().flatten().map(|word| word.as_str().unwrap().to_owned()).collect()
         };
-        // The chart grants these where the controller serves the webhook (tests/host/chart.rs).
-        let webhook = |verb: &str| (verb.to_owned(), "mutatingwebhookconfigurations".to_owned(), vec!["weightsync-inject".to_owned()]);
-        let mut rights = vec![webhook("get"), webhook("patch")];
+        // The chart grants this where the controller serves the webhook (tests/host/chart.rs).
+        let mut rights = vec![("get".to_owned(), "mutatingwebhookconfigurations".to_owned(), vec!["weightsync-inject".to_owned()])];
         for rule in documents.iter().filter(ours).flat_map(|role| role["rules"].as_array().unwrap()) {
             for resource in words(rule, "resources") {
                 rights.extend(words(rule, "verbs").into_iter().map(|verb| (verb, resource.clone(), words(rule, "resourceNames"))));
@@ -73,6 +72,8 @@ struct Store {
     applied: BTreeMap<(Key, String), Value>,
     /// The last version that watches bring: what comes after it leaves caches stale.
     frozen: Option<u64>,
+    /// The oldest version from which a watch can go on, and what others are answered with HTTP 410.
+    oldest: (u64, &'static str),
 }
 
 /// The server. Clones are the same one.
@@ -109,6 +110,7 @@ impl ApiServer {
             log: Vec::new(),
             applied: BTreeMap::new(),
             frozen: None,
+            oldest: (0, ""),
         };
         Self { store: Arc::new(Mutex::new(store)), changed: watch::Sender::new(0), mode: watch::Sender::new(Mode::Works) }
     }
@@ -148,6 +150,14 @@ impl ApiServer {
     pub(crate) fn freeze_watches(&self) {
         let mut store = self.store.lock();
         store.frozen = Some(store.version);
+    }
+
+    /// Forgets its history, and ends its watches: from what a client knows, no watch can go on. Such a one is answered 410 with that body.
+    pub(crate) fn compact(&self, body: &'static str) {
+        let mut store = self.store.lock();
+        store.version += 1;
+        store.oldest = (store.version, body);
+        self.changed.send_replace(store.version);
     }
 
     pub(crate) fn get(&self, resource: &str, namespace: &str, name: &str) -> Option<Value> {
@@ -201,6 +211,10 @@ impl ApiServer {
     }
 
     fn watch(&self, call: &Call) -> Response<Answer> {
+        let (oldest, body) = self.store.lock().oldest;
+        if call.since < oldest {
+            return Response::builder().status(410).body(Answer::from(body)).unwrap();
+        }
         let mut mode = self.mode.subscribe();
         // A server that fails breaks its watches too.
         let failed = async move { mode.wait_for(|mode| *mode == Mode::Fails).await.map(drop).unwrap_or_default() };
@@ -210,6 +224,9 @@ impl ApiServer {
                 changed.mark_unchanged();
                 let next = {
                     let store = store.lock();
+                    if since < store.oldest.0 {
+                        return None;
+                    }
                     let shown = |version: u64| version > since && store.frozen.is_none_or(|frozen| version <= frozen);
                     store.log.iter().find(|(version, of, _)| shown(*version) && *of == resource).cloned()
                 };

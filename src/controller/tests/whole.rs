@@ -14,7 +14,7 @@ use super::fixtures;
 use crate::controller::lease::{LeaseConfig, LeaseLost};
 use crate::controller::readiness::GATE;
 use crate::controller::run::{ControllerError, Listeners, Settings, run_with};
-use crate::controller::{Ui, WebhookSettings};
+use crate::controller::{Injection, Ui};
 use weightsync_core::protocol::{MemberPhase, Role};
 use weightsync_net::identity::Identity;
 use weightsync_testkit::fake_agent::{FakeAgent, Pod, enroll};
@@ -43,11 +43,11 @@ impl Controller {
     }
 
     /// One that sends traces to a collector, or serves the webhook.
-    pub(super) async fn start_at(server: &ApiServer, ui: Ui, otlp_endpoint: &str, webhook: Option<WebhookSettings>) -> Self {
+    pub(super) async fn start_at(server: &ApiServer, ui: Ui, otlp_endpoint: &str, webhook: Option<Injection>) -> Self {
         Self::start_over(server, "127.0.0.1:0", ui, otlp_endpoint, webhook).await
     }
 
-    async fn start_over(server: &ApiServer, enroll: &str, ui: Ui, otlp_endpoint: &str, webhook: Option<WebhookSettings>) -> Self {
+    async fn start_over(server: &ApiServer, enroll: &str, ui: Ui, otlp_endpoint: &str, webhook: Option<Injection>) -> Self {
         let any: SocketAddr = "127.0.0.1:0".parse().unwrap();
         let bind = || async { TcpListener::bind(any).await.unwrap() };
         let listeners = Listeners { enroll: TcpListener::bind(enroll).await.unwrap(), status: bind().await, probes: bind().await };

@@ -1,5 +1,6 @@
 //! A rollout of a world: which engine is simulated, where, and by which words it is started.
 
+use std::net::SocketAddr;
 use std::path::Path;
 
 use serde_json::{Value, json};
@@ -95,7 +96,8 @@ impl Actor {
 }
 
 /// The command that starts its engine, on the model of `folder`.
-pub(super) fn engine(actor: &Actor, port: u16, folder: &Path) -> Vec<String> {
+pub(super) fn engine(actor: &Actor, at: SocketAddr, folder: &Path) -> Vec<String> {
+    let (host, port) = (at.ip().to_string(), at.port());
     let mut model = folder.join("start");
     if actor.kind == "fastdeploy" {
         let own = folder.join(format!("fastdeploy-{port}"));
@@ -109,7 +111,8 @@ pub(super) fn engine(actor: &Actor, port: u16, folder: &Path) -> Vec<String> {
     let (port, ranks, faults) = (port.to_string(), actor.ranks.to_string(), actor.faults.to_string());
     // LMDeploy that is given no name serves under the path of its model.
     let served = if actor.kind == "lmdeploy" { model.clone() } else { "model".to_owned() };
-    let words = ["simulate-engine", "--engine", actor.kind, "--server-port", &port, "--model", &model, "--world-size", &ranks];
+    let words =
+        ["simulate-engine", "--engine", actor.kind, "--host", &host, "--server-port", &port, "--model", &model, "--world-size", &ranks];
     let dev = program();
     let (name, own) = actor.words.split_first().map_or((dev.as_str(), &[][..]), |(name, own)| (name.as_str(), own));
     let words = std::iter::once(name).chain(words).chain(["--faults", &faults, "--served-model-name", &served]);

@@ -4,13 +4,15 @@
 //! trainer is gone or whose time is over before its turn came.
 
 use std::collections::VecDeque;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 
 use tokio::sync::Notify;
 use tokio::time::Instant;
 
+use crate::enrollment::NotEnrolled;
+use crate::locks::lock;
 use crate::publish_job::PublishJob;
-use weightsync_core::protocol::{PublishError, PublishErrorCode, QueuePolicy};
+use weightsync_core::protocol::{PublishError, PublishErrorCode, QueuePolicy, Version};
 
 /// Publishes that may wait at once; each holds a layout (megabytes for a large model), but no tensor.
 const LONGEST_LINE: usize = 16;
@@ -19,7 +21,20 @@ const LONGEST_LINE: usize = 16;
 #[derive(Default)]
 pub struct PublishQueue {
     waiting: Mutex<VecDeque<PublishJob>>,
+    taker: Mutex<Taker>,
     changed: Notify,
+}
+
+/// What keeps a publish waiting in the line.
+#[derive(Default)]
+enum Taker {
+    /// Its turn comes at once.
+    #[default]
+    Free,
+    /// This version was taken, and no other since.
+    Runs(Version),
+    /// The agent is in no group.
+    NotEnrolled(NotEnrolled),
 }
 
 impl PublishQueue {
@@ -51,13 +66,25 @@ impl PublishQueue {
 
     /// The next publish, as soon as there is one. May be dropped and called again.
     pub async fn take(&self) -> PublishJob {
+        *lock(&self.taker) = Taker::Free;
         loop {
             self.sweep();
             if let Some(job) = self.lock().pop_front() {
+                *lock(&self.taker) = Taker::Runs(job.version);
                 return job;
             }
             self.changed.notified().await;
         }
+    }
+
+    /// Publishes wait until the agent is enrolled.
+    pub(crate) fn not_enrolled(&self, cause: NotEnrolled) {
+        *lock(&self.taker) = Taker::NotEnrolled(cause);
+    }
+
+    /// The agent has a certificate: its source takes publishes.
+    pub(crate) fn enrolled(&self) {
+        *lock(&self.taker) = Taker::Free;
     }
 
     /// Ends publishes whose trainer gave them up, or whose time was over before their turn came.
@@ -74,15 +101,30 @@ impl PublishQueue {
             if job.cancel.is_cancelled() {
                 fail(job, PublishErrorCode::Cancelled, "given up before its turn came".into(), true);
             } else {
-                let message =
-                    "its time was over while an earlier publish was still running: raise the timeout, or wait for that one".into();
-                fail(job, PublishErrorCode::Timeout, message, true);
+                let (code, message) = self.late();
+                fail(job, code, message, true);
+            }
+        }
+    }
+
+    /// Why the time of a publish was over before its turn came.
+    fn late(&self) -> (PublishErrorCode, String) {
+        match &*lock(&self.taker) {
+            Taker::Free => (PublishErrorCode::Timeout, "its time was over before its turn came: raise the timeout".to_owned()),
+            Taker::Runs(version) => {
+                let message = format!(
+                    "its time was over while an earlier publish, of version {version}, was still running: raise the timeout, or wait for that one"
+                );
+                (PublishErrorCode::Timeout, message)
+            }
+            Taker::NotEnrolled(cause) => {
+                (PublishErrorCode::NotEnoughReplicas, format!("this agent is not enrolled, so it is in no group: {cause}"))
             }
         }
     }
 
     fn lock(&self) -> MutexGuard<'_, VecDeque<PublishJob>> {
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.waiting)
     }
 }
 

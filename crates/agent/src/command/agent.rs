@@ -3,7 +3,7 @@
 //! All settings come from flags or the environment; secrets come from a file, from standard input, or from a variable, never from the
 //! command line. `weightsync run` starts the same agent next to a command.
 
-use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use std::num::ParseIntError;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -23,8 +23,9 @@ use crate::registry::Registered;
 use crate::rollout::Places;
 use crate::space::Cgroups;
 use weightsync_core::protocol::{EngineAssignment, Incarnation, Role};
-use weightsync_engine::{ApiKey, EngineConfig};
+use weightsync_engine::{ApiKey, EngineConfig, LOCALHOST};
 use weightsync_net::health;
+use weightsync_net::listen::everywhere;
 use weightsync_net::logs::{self, LogFormat};
 use weightsync_net::shutdown;
 
@@ -87,8 +88,8 @@ pub struct AgentArgs {
     /// Port of the data listener; 0 takes a free one. Further engines of the pod take the ports after it.
     #[arg(long, default_value_t = 0)]
     data_port: u16,
-    /// Where the status pages (/readyz, /healthz, /metrics, /v1/roster) are.
-    #[arg(long, env = "WEIGHTSYNC_STATUS_ADDRESS", default_value_t = SocketAddr::new(IpAddr::V4(Ipv4Addr::UNSPECIFIED), STATUS_PORT))]
+    /// Where the status pages (/readyz, /healthz, /metrics, /v1/roster) are; `[::]` takes both families of addresses.
+    #[arg(long, env = "WEIGHTSYNC_STATUS_ADDRESS", default_value_t = everywhere(STATUS_PORT))]
     status_address: SocketAddr,
     /// Where probes (/readyz, /healthz) are answered, apart from everything else (default: the port after the status pages').
     #[arg(long)]
@@ -102,8 +103,8 @@ pub struct AgentArgs {
     /// The engine's own model directory: versions are compared with it, and its configuration and tokenizer go next to the weights.
     #[arg(long, env = "WEIGHTSYNC_MODEL_DIR")]
     model_dir: Option<PathBuf>,
-    /// Host of the engines.
-    #[arg(long, default_value = "127.0.0.1")]
+    /// Host of the engines; `localhost` is 127.0.0.1, and ::1 where nothing answers there.
+    #[arg(long, default_value = LOCALHOST)]
     engine_host: String,
     /// File that holds the engine's API key; else the variable WEIGHTSYNC_ENGINE_API_KEY is read.
     #[arg(long)]
@@ -227,7 +228,7 @@ impl AgentArgs {
         Ok(Arc::new(move |engine: &EngineAssignment, registered: Option<&Registered>| {
             let url = match registered.and_then(|registered| registered.address) {
                 Some(address) => format!("http://{}", SocketAddr::new(address, engine.port)),
-                None => format!("http://{host}:{}", engine.port),
+                None => url_of(&host, engine.port),
             };
             weightsync_engine::connect(EngineConfig {
                 kind: engine.kind.clone(),
@@ -248,7 +249,15 @@ pub fn unproven_routes() -> bool {
     std::env::var_os("WEIGHTSYNC_UNPROVEN_ROUTES").is_some_and(|value| value == "1")
 }
 
-/// `HOST:PORT` of a URL or of such a text itself.
+/// URL of a server at a name or an address, which stands in brackets where it has colons.
+fn url_of(host: &str, port: u16) -> String {
+    match host.trim_matches(['[', ']']).parse() {
+        Ok(address) => format!("http://{}", SocketAddr::new(address, port)),
+        Err(_) => format!("http://{host}:{port}"),
+    }
+}
+
+/// `HOST:PORT` of a URL or of such a text itself; an IPv6 address stands in brackets.
 fn controller_address(text: &str) -> anyhow::Result<String> {
     let rest = match text.split_once("://") {
         Some(("https", rest)) => rest,
@@ -256,9 +265,18 @@ fn controller_address(text: &str) -> anyhow::Result<String> {
         None => text,
     };
     let address = rest.trim_end_matches('/');
+    let bracketed = |host: &str| host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).is_some_and(is_ipv6);
+    let is_host = |host: &str| !host.is_empty() && !host.contains(['/', ':', '[', ']']) || bracketed(host);
     match address.rsplit_once(':') {
-        Some((host, port)) if !host.is_empty() && port.parse::<u16>().is_ok() => Ok(address.to_owned()),
-        _ if !address.is_empty() && !address.contains(['/', ':']) => Ok(format!("{address}:443")),
-        _ => bail!("{text} is not the address of a controller: HOST:PORT is wanted"),
+        Some((host, port)) if is_host(host) && port.parse::<u16>().is_ok() => Ok(address.to_owned()),
+        _ if is_host(address) => Ok(format!("{address}:443")),
+        _ => bail!("{text} is not the address of a controller: HOST:PORT is wanted, with an IPv6 address in brackets"),
     }
 }
+
+fn is_ipv6(text: &str) -> bool {
+    text.parse::<Ipv6Addr>().is_ok()
+}
+
+#[cfg(test)]
+mod tests;

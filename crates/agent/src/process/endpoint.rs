@@ -34,6 +34,7 @@ use weightsync_core::protocol::{Announcement, Assignment, EngineAssignment, Inca
 use weightsync_engine::{Engine, EngineError};
 use weightsync_net::https::{Access, AgentClient, ControllerClient, Limits, serve_https};
 use weightsync_net::identity::{ClientCertificates, Identity, IdentityError, agent_name};
+use weightsync_net::listen::listen;
 use weightsync_transport::TransportError;
 use weightsync_transport::gdr::GdrTransport;
 use weightsync_transport::nccl::NcclTransport;
@@ -170,7 +171,7 @@ impl Session {
         };
         let mut tasks = JoinSet::new();
         let core = Core::new(me.clone(), Facts::default());
-        let control = bind(settings.ip, port(settings.control_port, number)).await?;
+        let control = bind(settings.ip, port(settings.control_port, number))?;
         let data = SocketAddr::new(settings.ip, port(settings.data_port, number));
         let options = TcpOptions { tls: Some(self.data_tls(&core)?), ..TcpOptions::default() };
         let nccl = Arc::new(NcclTransport::new(TcpTransport::bind(data, core.clone(), options).await?));
@@ -329,7 +330,7 @@ fn port(first: u16, number: u16) -> u16 {
     if first == 0 { 0 } else { first.saturating_add(number) }
 }
 
-async fn bind(ip: IpAddr, port: u16) -> Result<TcpListener, AgentError> {
+fn bind(ip: IpAddr, port: u16) -> Result<TcpListener, AgentError> {
     let address = SocketAddr::new(ip, port);
-    TcpListener::bind(address).await.map_err(|source| AgentError::Listen { address, source })
+    listen(address).map_err(|source| AgentError::Listen { address, source })
 }

@@ -1,4 +1,4 @@
-use std::net::{IpAddr, Ipv4Addr};
+use std::net::{IpAddr, Ipv4Addr, UdpSocket};
 
 use super::{RegisterError, Registered, Registry};
 use weightsync_core::protocol::MOST_ENGINES;
@@ -38,8 +38,21 @@ fn engine_of_another_pod_cannot_register() {
     let registry = Registry::new(POD);
     let refused = registry.register(8001, at(Some(OTHER))).err();
     assert_eq!(refused, Some(RegisterError::OtherPod { address: OTHER, pod: POD }));
+    for address in ["0.0.0.0", "::", "224.0.0.1", "ff02::1", "fd00:0:0:9::9"].map(|address| address.parse().unwrap()) {
+        assert_eq!(registry.register(8001, at(Some(address))).err(), Some(RegisterError::OtherPod { address, pod: POD }));
+    }
     assert_eq!(registry.register(0, Registered::default()).err(), Some(RegisterError::NoPort));
     assert!(registry.ports().is_empty());
+}
+
+/// The other family's address of a pod on a dual-stack cluster.
+#[test]
+fn engine_at_any_own_address_may_register() {
+    let routed = UdpSocket::bind("0.0.0.0:0").and_then(|socket| socket.connect("192.0.2.1:9").and_then(|()| socket.local_addr()));
+    let own = routed.map_or(IpAddr::V4(Ipv4Addr::new(127, 0, 0, 3)), |address| address.ip());
+    let registry = Registry::new("fd00::7".parse().unwrap());
+    let _kept = registry.register(8001, at(Some(own))).unwrap();
+    assert_eq!(registry.of(8001), Some(at(Some(own))));
 }
 
 #[test]

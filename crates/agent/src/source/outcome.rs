@@ -56,7 +56,9 @@ pub(super) fn timed_out(attempts: u32, failed: Option<&(EpochId, Failure)>, hind
             PublishErrorCode::NotEnoughReplicas,
             match hindrance {
                 Some(hindrance) => format!("no group with enough replicas was formed in time: {}", hindrance.message),
-                None => "no group with enough replicas was formed in time, and the controller named no cause".to_owned(),
+                None => "no group with enough replicas was formed in time, and the controller named no cause: check that it runs, and look at the \
+                         status of the WeightSync (`kubectl weightsync status`)"
+                    .to_owned(),
             },
         ),
         None => (PublishErrorCode::Timeout, "the update did not end in time".into()),

@@ -52,7 +52,7 @@ async fn agent_whose_given_token_is_refused_for_good_ends() {
     };
     let client = ControllerClient::new(identity.clone(), address);
     let cancel = CancellationToken::new();
-    let asked = tokio::time::timeout(SOON, enroll(&client, &identity, &applicant, &cancel)).await.expect("it ends");
+    let asked = tokio::time::timeout(SOON, enroll(&client, &identity, &applicant, |_| (), &cancel)).await.expect("it ends");
     let message = asked.unwrap_err().to_string();
     assert!(message.contains("the token is unknown") && message.contains("new agent"), "{message}");
 
@@ -60,7 +60,7 @@ async fn agent_whose_given_token_is_refused_for_good_ends() {
     let file = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(file.path(), "projected").unwrap();
     let patient = Applicant { token: TokenSource::File(file.path().to_owned()), ..applicant };
-    let asking = enroll(&client, &identity, &patient, &cancel);
+    let asking = enroll(&client, &identity, &patient, |_| (), &cancel);
     assert!(tokio::time::timeout(Duration::from_millis(500), asking).await.is_err(), "it asks again");
 }
 

@@ -1,6 +1,6 @@
 //! A group on one host: starts the supervisor and the coordinator. Commands control both through it.
 
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -52,6 +52,7 @@ pub struct Group {
     orders: mpsc::Sender<Order>,
     view: watch::Receiver<MembershipView>,
     events: broadcast::Sender<CoordinatorEvent>,
+    address: IpAddr,
     name: String,
     recent: RecentEvents,
     cancel: CancellationToken,
@@ -110,7 +111,7 @@ impl Group {
         rules.debounce_ms = u64::try_from(spec.debounce.as_millis()).unwrap_or(u64::MAX);
         let wanted = Wanted { config: rules, members: None, suspend: false, delete: false };
         let (events, _) = broadcast::channel(EVENTS);
-        let (name, recent) = (spec.name.clone(), RecentEvents::default());
+        let (own, name, recent) = (spec.address, spec.name.clone(), RecentEvents::default());
         let sink = Arc::new(recent.keep_from(Broadcast(events.clone())));
         let restored = Restored { epoch, ..Restored::default() };
         let context = Context {
@@ -130,7 +131,18 @@ impl Group {
         let (over, weak) = (over.drop_guard(), orders.downgrade());
         let supervisor = Supervisor::new(spec, weightsync, controller, ca, tokens, directory, coordinator, over, weak, guard, versions);
         let supervisor = AbortOnDropHandle::new(tokio::spawn(supervisor.run(inbox, cancel.clone())));
-        Ok(Self { orders, view, events, name, recent, cancel, _supervisor: supervisor, _server: server, _certified: certified })
+        Ok(Self {
+            orders,
+            view,
+            events,
+            address: own,
+            name,
+            recent,
+            cancel,
+            _supervisor: supervisor,
+            _server: server,
+            _certified: certified,
+        })
     }
 
     /// The view of membership, as it changes.
@@ -143,9 +155,9 @@ impl Group {
         self.events.subscribe()
     }
 
-    /// Serves the web page of the group on a port of 127.0.0.1 (0: a free one), until the result is dropped.
+    /// Serves the web page of the group on a port of the group's address (0: a free one), until the result is dropped.
     pub async fn serve_page(&self, port: u16) -> std::io::Result<PageServer> {
-        PageServer::start(port, &self.name, self.view(), self.recent.clone()).await
+        PageServer::start(SocketAddr::new(self.address, port), &self.name, self.view(), self.recent.clone()).await
     }
 
     /// Kills a pod's processes with SIGKILL and does not restart them. Returns false if the pod does not exist.

@@ -1,6 +1,6 @@
 //! The web page of a group on one host, on the loopback interface. Decides nothing: it shows what membership decided.
 
-use std::net::{Ipv4Addr, SocketAddr};
+use std::net::SocketAddr;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
@@ -22,8 +22,13 @@ pub struct PageServer {
 }
 
 impl PageServer {
-    pub(super) async fn start(port: u16, name: &str, view: watch::Receiver<MembershipView>, recent: RecentEvents) -> std::io::Result<Self> {
-        let listener = TcpListener::bind(SocketAddr::from((Ipv4Addr::LOCALHOST, port))).await?;
+    pub(super) async fn start(
+        address: SocketAddr,
+        name: &str,
+        view: watch::Receiver<MembershipView>,
+        recent: RecentEvents,
+    ) -> std::io::Result<Self> {
+        let listener = TcpListener::bind(address).await?;
         let url = format!("http://{}/ui/", listener.local_addr()?);
         let history = Arc::<Mutex<History>>::default();
         let record = record(view.clone(), history.clone(), |_| ());

@@ -12,7 +12,7 @@ use weightsync_core::protocol::{UpdatePolicy, Version};
 #[allow(missing_docs)]
 pub struct GroupSpec {
     pub name: String,
-    /// Where agents announce themselves: an address of this host that all of them can reach.
+    /// Where everything of the group listens, engines and the web page too: a loopback address of this host.
     pub address: IpAddr,
     /// Folder for logs and the epoch; must exist.
     pub directory: PathBuf,

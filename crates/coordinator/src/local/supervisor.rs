@@ -2,6 +2,7 @@
 //! decides membership, and never checks what the processes do.
 
 use std::collections::HashMap;
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -325,19 +326,21 @@ impl Supervisor {
             ("POD_NAME", pod.spec.name.clone()),
             ("POD_NAMESPACE", "local".to_owned()),
             ("POD_UID", uid),
-            ("POD_IP", "127.0.0.1".to_owned()),
+            ("POD_IP", self.spec.address.to_string()),
             ("WEIGHTSYNC_CONTROLLER_URL", self.controller.clone()),
             ("WEIGHTSYNC_CONTROLLER_CA", self.ca.certificate_pem().to_owned()),
             ("WEIGHTSYNC_TOKEN_FILE", "/dev/stdin".to_owned()),
             ("WEIGHTSYNC_VERSION_DIR", self.spec.versions.join(&pod.spec.name).to_string_lossy().into_owned()),
             ("WEIGHTSYNC_SOCKET", self.socket(pod)),
-            ("WEIGHTSYNC_STATUS_ADDRESS", "127.0.0.1:0".to_owned()),
+            ("WEIGHTSYNC_STATUS_ADDRESS", SocketAddr::new(self.spec.address, 0).to_string()),
             // All agents see all GPUs of this host, so each needs the list of its own.
             ("WEIGHTSYNC_GPUS", if pod.spec.gpus.is_empty() { "none".to_owned() } else { pod.spec.gpus.join(",") }),
         ];
         let environment = environment.map(|(name, value)| (name.to_owned(), value)).to_vec();
         let program = self.spec.program.to_string_lossy().into_owned();
-        Child { program, arguments: vec!["agent".to_owned()], environment, input: Some(format!("{token}\n")) }
+        // Not `localhost`: another user of this host may listen at the other loopback address.
+        let arguments = ["agent".to_owned(), "--engine-host".to_owned(), self.spec.address.to_string()];
+        Child { program, arguments: arguments.to_vec(), environment, input: Some(format!("{token}\n")) }
     }
 
     /// The trainer's socket keeps its name when its agent's pod is recreated.

@@ -58,6 +58,8 @@ pub struct MembershipConfig {
     pub feed_grace_ms: u64,
     /// A fence or a release that an agent's state does not show is sent again after this long.
     pub resend_ms: u64,
+    /// The least time between two requests for a preflight that are followed: each makes a new epoch and measures every edge again.
+    pub preflight_rest_ms: u64,
     /// The back-off of failing members.
     pub backoff: BackoffConfig,
 }
@@ -80,6 +82,7 @@ impl MembershipConfig {
             leave_grace_ms: 10_000,
             feed_grace_ms: 2_000,
             resend_ms: 1_000,
+            preflight_rest_ms: 30_000,
             backoff: BackoffConfig { base_ms: 1_000, max_ms: 300_000, reset_ms: 60_000 },
         }
     }

@@ -16,7 +16,8 @@ impl Membership {
     pub(super) fn observe(&mut self, observation: Observation) {
         match observation {
             Observation::Tick => {}
-            Observation::Configure(config) => {
+            Observation::Configure(mut config) => {
+                self.hold_request(&mut config);
                 let preflight = |config: &super::MembershipConfig| {
                     let policy = &config.policy.transport;
                     (policy.preflight, policy.preflight_asked.clone())

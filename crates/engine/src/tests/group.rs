@@ -242,6 +242,17 @@ async fn sglang_adapter_sends_one_element_type_per_bucket() {
 }
 
 #[tokio::test]
+async fn store_at_an_ipv6_address_is_sent_in_brackets() {
+    for kind in ["sglang", "lmdeploy"] {
+        let (server, engine) = engine(kind).await;
+        let place = GroupPlace::Store { address: "fd00::7".into(), port: 4711 };
+        engine.group().unwrap().join(&GroupJoin { place, ..join(1, Rendezvous::Store) }, SOON).await.unwrap();
+        let init = server.bodies("/init_weights_update_group").pop().unwrap();
+        assert_eq!(init["master_address"], "[fd00::7]", "{kind}");
+    }
+}
+
+#[tokio::test]
 async fn vllm_adapter_joins_by_id_and_takes_whole_requests() {
     let (server, engine) = engine("vllm").await;
     let facts = engine.group().unwrap().facts(SOON).await.unwrap();

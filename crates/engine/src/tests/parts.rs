@@ -121,6 +121,25 @@ fn signs_of_a_new_start_count_once_and_our_own_writes_are_none() {
     assert_ne!(watch.answered(watch.look(), "2.5", &Holding::Startup), second, "another start time");
 }
 
+/// uvicorn sets `IPV6_V6ONLY` on `::`, so that such an engine answers at ::1 alone.
+#[tokio::test]
+async fn engine_of_either_family_is_found_at_localhost() {
+    use super::support::{SOON, TENSORS, adapter, write_checkpoint};
+    use crate::lifeline::Lifeline;
+    let folder = tempfile::tempdir().unwrap();
+    write_checkpoint(folder.path(), &TENSORS, 1);
+    for host in ["127.0.0.1", "::1"] {
+        let listener = tokio::net::TcpListener::bind((host, 0)).await.unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let simulator = Simulator::start(SimulatorOptions::new("vllm", folder.path().into()), listener).await.unwrap();
+        let url = format!("http://{}:{port}", crate::LOCALHOST);
+        let engine = adapter("vllm", &url, None, None);
+        assert!(engine.holding(SOON).await.is_ok(), "{host}");
+        assert!(Lifeline::open(&url, SOON).await.unwrap().stands(), "{host}");
+        simulator.stop().await;
+    }
+}
+
 #[tokio::test]
 async fn equal_starts_differ_by_their_connection() {
     use crate::lifeline::Lifeline;

@@ -23,8 +23,6 @@ const LIFETIME: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
 pub struct Ca {
     issuer: Issuer<'static, KeyPair>,
     certificate_pem: String,
-    /// Further DNS names of the controller's certificates.
-    served: Vec<String>,
 }
 
 impl fmt::Debug for Ca {
@@ -43,7 +41,7 @@ impl Ca {
         lasting(&mut params, OffsetDateTime::now_utc(), LIFETIME);
         let key = KeyPair::generate()?;
         let certificate = params.self_signed(&key)?;
-        Ok(Self { certificate_pem: certificate.pem(), issuer: Issuer::new(params, key), served: Vec::new() })
+        Ok(Self { certificate_pem: certificate.pem(), issuer: Issuer::new(params, key) })
     }
 
     /// Reads an authority. Refuses one whose key and certificate do not belong together, or that has expired.
@@ -60,15 +58,7 @@ impl Ca {
         let der = PrivateKeyDer::Pkcs8(PrivatePkcs8KeyDer::from(key.serialize_der()));
         CertifiedKey::from_der(chain, der, &rustls::crypto::ring::default_provider())?;
         let issuer = Issuer::from_ca_cert_pem(certificate_pem, key)?;
-        Ok(Self { issuer, certificate_pem: certificate_pem.to_owned(), served: Vec::new() })
-    }
-
-    /// Certificates of the controller also carry these DNS names, for clients that know no member of WeightSync: the API server connects
-    /// to a Service. Certificates of agents never do.
-    #[must_use]
-    pub fn serving(mut self, names: Vec<String>) -> Self {
-        self.served = names;
-        self
+        Ok(Self { issuer, certificate_pem: certificate_pem.to_owned() })
     }
 
     /// PEM of the authority's certificate; public.
@@ -98,11 +88,6 @@ impl Ca {
         let mut params = CertificateParams::default();
         params.distinguished_name = named("WeightSync member");
         params.subject_alt_names = vec![SanType::DnsName(who.dns_name().try_into()?), SanType::URI(who.uri().try_into()?)];
-        if *who == PeerIdentity::Controller {
-            for name in &self.served {
-                params.subject_alt_names.push(SanType::DnsName(name.as_str().try_into()?));
-            }
-        }
         params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
         params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
         params.use_authority_key_identifier_extension = true;

@@ -1,10 +1,10 @@
 //! Certificates: which names they may have, which are trusted, and the effect of a renewal.
 
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use time::OffsetDateTime;
 
-use super::{Ca, Identity, IdentityError, PeerIdentity, StatementError};
+use super::{Ca, Identity, IdentityError, Made, PeerIdentity, StatementError, verifies};
 use weightsync_core::protocol::{HeldVersion, Role, Statement};
 
 const HOUR: Duration = Duration::from_secs(3600);
@@ -139,17 +139,21 @@ fn statement_of_a_rollout_or_a_stranger_proves_nothing() {
 }
 
 #[test]
-fn only_the_controllers_certificate_has_its_services_name() {
-    let service = "weightsync.system.svc";
-    let ca = Ca::generate().unwrap().serving(vec![service.to_owned()]);
-    for (who, expected) in [(PeerIdentity::Controller, true), (agent("ws-1", "pod-1"), false)] {
-        let identity = Identity::new(ca.certificate_pem()).unwrap();
-        let pem = ca.sign(&identity.csr_pem().unwrap(), &who, HOUR).unwrap();
-        assert_eq!(identity.install(&pem).unwrap(), who, "the name changes no identity");
-        let (_, pem) = x509_parser::pem::parse_x509_pem(pem.as_bytes()).unwrap();
-        let certificate = pem.parse_x509().unwrap();
-        let names = certificate.subject_alternative_name().unwrap().unwrap();
-        let has = names.value.general_names.contains(&x509_parser::extensions::GeneralName::DNSName(service));
-        assert_eq!(has, expected, "{who:?}");
+fn foreign_certificate_is_checked_as_its_clients_do() {
+    let name = "weightsync.system.svc";
+    let (made, other) = (Made::new(name, HOUR).unwrap(), Made::new(name, HOUR).unwrap());
+    let now = SystemTime::now();
+    verifies(&made.authority, &made.chain, name, now).unwrap();
+    verifies(&format!("{}{}", other.authority, made.authority), &made.chain, name, now).unwrap();
+    for (bundle, asked, at) in [
+        (&other.authority, name, now),
+        (&made.authority, "weightsync.other.svc", now),
+        (&made.authority, name, now + 2 * HOUR),
+        (&made.key, name, now),
+    ] {
+        assert!(verifies(bundle, &made.chain, asked, at).is_err(), "{asked}");
     }
+    let identity = Identity::new(Ca::generate().unwrap().certificate_pem()).unwrap();
+    assert!(identity.serve_as(name, &made.chain, &other.key).is_err(), "the key of another certificate");
+    identity.serve_as(name, &made.chain, &made.key).unwrap();
 }

@@ -3,8 +3,10 @@
 use tokio::time::Instant;
 
 use super::*;
+use crate::enrollment::NotEnrolled;
 use crate::version_source::SourceError;
-use weightsync_core::protocol::{MemberName, PublishError, PublishErrorCode, UpdatePhase};
+use weightsync_core::protocol::{MemberName, PublishError, PublishErrorCode, Rejection, UpdatePhase};
+use weightsync_net::https::CallError;
 
 fn publish_with(version: u64, new_queue: QueuePolicy, new_timeout_ms: u64) -> ClientRequest {
     let mut request = publish(version);
@@ -88,6 +90,40 @@ async fn a_publish_whose_turn_never_comes_says_so_at_its_deadline() {
     let error = error(&mut second).await;
     assert_eq!(error.code, PublishErrorCode::Timeout);
     assert!(error.message.contains("earlier publish"), "{}", error.message);
+}
+
+#[tokio::test(start_paused = true)]
+async fn publish_without_an_earlier_one_does_not_name_one() {
+    let agent = agent();
+    let mut raw = agent.greeted().await;
+    agent.queue.not_enrolled(NotEnrolled::Asking { controller: "weightsync.ns.svc:8443".into() });
+    let unreachable = CallError::Unreachable { address: "weightsync.ns.svc:8443".into(), cause: "Connection refused".into() };
+    let rejection = Rejection { message: "no object claims this pod".into(), retryable: true };
+    let rejected = CallError::Rejected { address: "weightsync.ns.svc:8443".into(), rejection };
+    for (version, cause, words) in [
+        (2, None, ["weightsync.ns.svc:8443 has not answered yet", "publish again"]),
+        (3, Some(unreachable), ["weightsync.ns.svc:8443 cannot be reached: Connection refused", "check that the controller runs"]),
+        (4, Some(rejected), ["no object claims this pod", "have a WeightSync select this pod"]),
+    ] {
+        if let Some(cause) = cause {
+            agent.queue.not_enrolled(cause.into());
+        }
+        raw.ask(&publish_with(version, QueuePolicy::Wait, 2_000)).await;
+        let error = error(&mut raw).await;
+        assert!(error.retryable && error.code == PublishErrorCode::NotEnoughReplicas, "{error:?}");
+        assert!(error.message.contains("not enrolled") && !error.message.contains("earlier"), "{}", error.message);
+        for word in words {
+            assert!(error.message.contains(word), "{word}: {}", error.message);
+        }
+    }
+    // Enrolled, and busy: the earlier one is named.
+    agent.queue.enrolled();
+    raw.ask(&publish(5)).await;
+    let _running = agent.job().await;
+    let mut second = agent.greeted().await;
+    second.ask(&publish_with(6, QueuePolicy::Wait, 2_000)).await;
+    let error = error(&mut second).await;
+    assert!(error.message.contains("an earlier publish, of version 5,"), "{}", error.message);
 }
 
 #[tokio::test]

@@ -47,6 +47,7 @@ fn no_two_settings_of_the_desk_are_equal() {
         config.leave_grace_ms,
         config.feed_grace_ms,
         config.resend_ms,
+        config.preflight_rest_ms,
         backoff.base_ms,
         backoff.max_ms,
         backoff.reset_ms,

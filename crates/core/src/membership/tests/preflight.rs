@@ -99,6 +99,49 @@ fn new_request_brings_members_back_to_be_measured() {
     assert_eq!(desk.states[0].epoch.as_ref(), desk.states[2].epoch.as_ref());
 }
 
+/// Finding: each change of the annotation made an epoch and measured every edge, as often as a program wrote it.
+#[test]
+fn requests_in_a_row_are_followed_once_and_the_last_later() {
+    let mut desk = Desk::formed(3);
+    let everyone = [0, 1, 2, 3];
+    let present = |desk: &Desk| {
+        let prepared = desk.decisions.iter().rev().find_map(|decision| match decision {
+            crate::membership::Decision::Prepare { request, .. } => Some(request.policy.transport.preflight_asked.clone()),
+            _ => None,
+        });
+        prepared.unwrap()
+    };
+    let ask = |desk: &mut Desk, request: &str| {
+        let mut config = config();
+        config.policy.transport.preflight_asked = request.to_owned();
+        let decisions = desk.see(Observation::Configure(Box::new(config)));
+        desk.obey(decisions);
+        let decisions = desk.wait(2_000, &everyone);
+        desk.obey(decisions);
+    };
+    let first = desk.epoch();
+    for number in 1..=8 {
+        ask(&mut desk, &number.to_string());
+    }
+    assert_eq!(desk.epoch(), first + 1, "one epoch for the first request");
+    // 16 s have passed of 30.
+    let decisions = desk.wait(13_000, &everyone);
+    desk.obey(decisions);
+    assert_eq!(desk.epoch(), first + 1);
+    let decisions = desk.wait(4_000, &everyone);
+    desk.obey(decisions);
+    assert_eq!((desk.epoch(), present(&desk).as_str()), (first + 2, "8"), "the newest is not lost");
+    // A request that is taken back while it waits is none.
+    ask(&mut desk, "9");
+    ask(&mut desk, "8");
+    let decisions = desk.wait(60_000, &everyone);
+    desk.obey(decisions);
+    assert_eq!(desk.epoch(), first + 2);
+    // After the rest the next one is followed at once.
+    ask(&mut desk, "10");
+    assert_eq!((desk.epoch(), present(&desk).as_str()), (first + 3, "10"));
+}
+
 #[test]
 fn report_of_an_earlier_epoch_changes_nothing() {
     let mut desk = Desk::formed(3);

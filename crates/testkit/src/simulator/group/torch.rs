@@ -45,13 +45,21 @@ impl Rendezvous {
             Some(value) => value.as_str().map(str::to_owned).ok_or(name),
         };
         Ok(Self {
-            host: text("master_address", None)?,
+            host: unbracketed(&text("master_address", None)?).ok_or("master_address")?,
             port: u16::try_from(number("master_port")?).map_err(|_| "master_port")?,
             offset: u32::try_from(number("rank_offset")?).map_err(|_| "rank_offset")?,
             world: u32::try_from(number("world_size")?).map_err(|_| "world_size")?,
             name: text("group_name", default_name)?,
             backend: text("backend", Some("nccl"))?,
         })
+    }
+}
+
+/// The host of `tcp://ADDRESS:PORT` as torch reads it: an IPv6 address without brackets makes no URL.
+fn unbracketed(host: &str) -> Option<String> {
+    match host.strip_prefix('[') {
+        Some(rest) => rest.strip_suffix(']').map(str::to_owned),
+        None => (!host.contains(':')).then(|| host.to_owned()),
     }
 }
 
