@@ -331,15 +331,28 @@ impl World {
         Published { code: output.status.code().unwrap_or_else(|| output.status.signal().unwrap()), outcome }
     }
 
-    /// Runs `weightsync publish` on a checkpoint, and kills it once its progress says so.
-    pub async fn publish_and_kill(&self, checkpoint: &Path, version: u64, says: &str) {
+    /// Runs `weightsync publish` on a checkpoint, and kills it once its progress says so. False when it was done before its progress did: progress
+    /// that is overtaken by later progress is not printed.
+    pub async fn publish_and_kill(&self, checkpoint: &Path, version: u64, says: &str) -> bool {
         let mut command = Command::new(PROGRAM);
         command.arg("publish").arg(checkpoint).args(["--version", &version.to_string(), "--socket", &self.socket]);
         let mut trainer = command.stdin(Stdio::null()).stderr(Stdio::piped()).kill_on_drop(true).spawn().unwrap();
         let mut lines = BufReader::new(trainer.stderr.take().unwrap()).lines();
-        let said = async { while !lines.next_line().await.unwrap().expect("it goes on").contains(says) {} };
-        tokio::time::timeout(SOON, said).await.unwrap_or_else(|_| panic!("waited for {says}"));
-        trainer.kill().await.unwrap();
+        let said = async {
+            while let Some(line) = lines.next_line().await.unwrap() {
+                if line.contains(says) {
+                    return true;
+                }
+            }
+            false
+        };
+        let said = tokio::time::timeout(SOON, said).await.unwrap_or_else(|_| panic!("waited for {says}"));
+        if said {
+            trainer.kill().await.unwrap();
+        } else {
+            assert!(trainer.wait().await.unwrap().success(), "a publish that was not killed failed");
+        }
+        said
     }
 
     /// What an engine's simulator says at a path of its own, `digest`, `calls` or `faults`.
