@@ -118,8 +118,9 @@ def register_engine(
     """Registers the engine whose server listens on `port` of this pod; keep the result for as long as the engine serves.
 
     Call it in the process that runs the server, or that starts and ends it. `address` is where the server listens if not on 127.0.0.1: the
-    pod's own address. `api_key` is what the server asks of its clients (vLLM's `--api-key`); the agent sends it to this port alone, and its own
-    key to no registered engine. The agent's socket is `socket`, else WEIGHTSYNC_SOCKET, else that of WEIGHTSYNC_POD_UID, else the only one here.
+    pod's own address. `api_key` is what the server asks of its clients (vLLM's `--api-key`). The agent sends it to this port alone, and its
+    own key to no registered engine. The agent's socket is `socket`, else WEIGHTSYNC_SOCKET, else that of WEIGHTSYNC_POD_UID, else the only
+    one here.
     Raises `Timeout` if no agent that takes engines is there within `timeout` seconds, and `NotAllowed` or `Refused` if it refuses.
     """
     registration = EngineRegistration(port, address, socket.removeprefix("@") if socket else None, api_key)
