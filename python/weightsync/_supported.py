@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 import warnings
 from importlib import metadata
@@ -32,6 +33,27 @@ def check(package: str) -> None:
     if not _release(first) <= _release(found) < _release(end):
         message = f"weightsync was run with {package} from {first} to before {end}, and finds {found}: see docs/integrations"
         warnings.warn(message, UnsupportedVersion, stacklevel=3)
+
+
+class NotThere(RuntimeError):
+    """A package lacks what this client works with: its release changed it."""
+
+
+def needs(package: str, owner: object, name: str, instead: str) -> None:
+    """Raises `NotThere` unless `owner` has the attribute `name`, or its constructor a parameter of that name where `owner` is a class."""
+    if hasattr(owner, name) or (isinstance(owner, type) and _takes(owner, name)):
+        return
+    try:
+        found = metadata.version(package)
+    except metadata.PackageNotFoundError:
+        found = "of an unknown release"
+    kind = owner.__name__ if isinstance(owner, type) else type(owner).__name__
+    raise NotThere(f"{package} {found} has no {name} at {kind}, which weightsync works with ({RANGES[package][0]} had it): {instead}")
+
+
+def _takes(owner: type, name: str) -> bool:
+    parameters = inspect.signature(owner).parameters.values()
+    return any(parameter.name == name for parameter in parameters)
 
 
 def _release(version: str) -> tuple[int, ...]:

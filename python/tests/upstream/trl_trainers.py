@@ -114,7 +114,7 @@ def trainer_of(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             **ON_A_CPU,
         )
         rows = datasets.Dataset.from_dict({"prompt": ["w1"] * 4})
-        return AsyncGRPOTrainer(str(model), None, settings, rows, rollout_worker=worker, weight_transfer=transfer)
+        return AsyncGRPOTrainer(str(model), None, settings, rows, rollout_worker=worker, **transfer.argument_of(AsyncGRPOTrainer))
 
     return make
 

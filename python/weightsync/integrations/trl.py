@@ -4,7 +4,7 @@
 
 Trainers that generate with vLLM send weights themselves. TRL's asynchronous ones take another sender, which is `WeightSyncTransfer`:
 
-    trainer = AsyncGRPOTrainer(..., weight_transfer=WeightSyncTransfer())
+    trainer = AsyncGRPOTrainer(..., **WeightSyncTransfer().argument_of(AsyncGRPOTrainer))
 
 For the others (`use_vllm=True`, server mode), `without_communicator` and `WeightSyncCallback.serve` replace what TRL sends. See
 docs/integrations/trl.md.
@@ -21,7 +21,7 @@ from transformers import TrainerCallback
 
 from .._adapters import is_adapted, merged
 from .._source import Meta, Source
-from .._supported import check
+from .._supported import check, needs
 from .._tensors import describe_named
 from ..errors import SourceFailed, WeightSyncError
 from ..publisher import Publisher
@@ -90,7 +90,10 @@ class WeightSyncCallback(TrainerCallback):
         The names are those that TRL gives to vLLM (`_iter_named_params`, TRL 1.16: FSDP and DeepSpeed are its business). A model with
         adapters is merged apart from the trainer's: TRL merges in place, which changes the frozen weights.
         """
+        needs("trl", trainer, "vllm_generation", "give the trainer use_vllm=True, or publish by WeightSyncCallback alone")
         generation = trainer.vllm_generation
+        for name in ("sync_weights", "_iter_named_params"):
+            needs("trl", generation, name, "publish by WeightSyncCallback alone, and have another process start the vLLM servers")
         if getattr(generation, "mode", "server") != "server":
             raise ValueError("vllm_mode is colocate: vLLM runs in the trainer's own process and has no agent")
         self._steps_are_theirs = True
@@ -163,6 +166,11 @@ class WeightSyncTransfer:
         self.results: list[Result] = []
         """Of the last published versions, newest last."""
 
+    def argument_of(self, trainer: type) -> dict[str, WeightSyncTransfer]:
+        """The argument by which that trainer class takes another sender; raises `NotThere` where it takes none (TRL 1.18 dropped some)."""
+        needs("trl", trainer, "weight_transfer", "use GRPOTrainer in server mode with WeightSyncCallback.serve, or a TRL that has it")
+        return {"weight_transfer": self}
+
     def init_weight_transfer(self) -> None:
         """Connects to the agent. No group with the engines is formed, and none of them need be there."""
         publisher = self._ready()
@@ -212,6 +220,7 @@ def without_communicator() -> Iterator[None]:
     """Trainers that are made meanwhile form no NCCL group with the vLLM server (`VLLMClient.init_communicator` of TRL 1.16)."""
     from trl.generation.vllm_client import VLLMClient
 
+    needs("trl", VLLMClient, "init_communicator", "the trainer would form its own group with the server: use a TRL that has it")
     own = VLLMClient.init_communicator
     VLLMClient.init_communicator = _no_communicator
     try:
