@@ -8,7 +8,7 @@ use futures::future::BoxFuture;
 use futures::{FutureExt, StreamExt};
 use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::jiff::Timestamp;
-use kube::api::{ApiResource, DynamicObject, Patch, PatchParams};
+use kube::api::{ApiResource, DynamicObject, ListParams, Patch, PatchParams};
 use kube::runtime::controller::Action;
 use kube::{Api, Resource, ResourceExt};
 use serde::Serialize;
@@ -40,6 +40,9 @@ const MANAGER: &str = "weightsync-controller";
 const RESYNC: Duration = Duration::from_secs(60);
 /// Concurrent writes to pods of one object.
 const WRITES: usize = 8;
+
+/// How often a status is written again that somebody was ahead of.
+const TRIES: u32 = 5;
 
 #[derive(Debug, thiserror::Error)]
 pub(super) enum ReconcileError {
@@ -187,6 +190,7 @@ impl ScopeContext {
         let stored = || object.status.clone().map(|status| WeightSyncStatus { epoch: None, term: None, ..status });
         // A cache with the last write shows later changes of others.
         let written = self.shared.objects.written(uid).filter(|written| written.is_newer_than(object));
+        let newest = written.clone();
         let before = written.map(|written| written.status).or_else(stored);
         let status = match (&facts.decided.refused, &before) {
             (Some((Reason::InvalidSpec, message)), Some(before)) if !self.shared.objects.runs(uid) => {
@@ -206,7 +210,8 @@ impl ScopeContext {
         {
             return Ok(Some(left));
         }
-        let at = self.apply_status(object.meta(), &status).await?;
+        let known = newest.and_then(|written| written.at);
+        let at = self.apply_status(object.meta(), known, &status).await?;
         self.shared.objects.set_written(uid, Written { status, at });
         Ok(None)
     }
@@ -219,26 +224,47 @@ impl ScopeContext {
         if status != object.status {
             // Fields of another field manager.
             let ours: Map<String, Value> = status.into_iter().filter(|(field, _)| field != "epoch" && field != "term").collect();
-            self.apply_status(&object.metadata, &ours).await?;
+            self.apply_status(&object.metadata, None, &ours).await?;
         }
         Ok(Action::await_change())
     }
 
-    /// Applies the status; returns the object's new resourceVersion, or `None` if the object is gone.
-    async fn apply_status(&self, meta: &kube::core::ObjectMeta, status: &(impl Serialize + Sync)) -> Result<Option<String>, ApiError> {
+    /// Applies the status to this object; returns its new resourceVersion, or `None` if the object is gone, or another one of its name is there.
+    ///
+    /// The API server ignores the UID in an apply patch of a custom resource's status (run: Kubernetes 1.36.3). So the patch names the version
+    /// that it is of, which no other object has.
+    async fn apply_status(
+        &self,
+        meta: &kube::core::ObjectMeta,
+        known: Option<String>,
+        status: &(impl Serialize + Sync),
+    ) -> Result<Option<String>, ApiError> {
         let (name, namespace) = (meta.name.clone().unwrap_or_default(), meta.namespace.clone().unwrap_or_default());
         let api: Api<DynamicObject> = Api::namespaced_with(self.shared.client.clone(), &namespace, &ApiResource::erase::<WeightSync>(&()));
-        let patch = Patch::Apply(json!({
-            "apiVersion": WeightSync::api_version(&()),
-            "kind": WeightSync::kind(&()),
-            "metadata": {"name": name, "uid": meta.uid},
-            "status": status,
-        }));
         let params = PatchParams::apply(MANAGER).force();
-        let what = format!("write the status of {namespace}/{name}");
-        match self.shared.calls.run(what, api.patch_status(&name, &params, &patch)).await {
-            Err(error) if error.is_gone() => Ok(None),
-            outcome => outcome.map(|object| object.metadata.resource_version),
+        let mut version = known.or_else(|| meta.resource_version.clone());
+        let mut tried = 0;
+        loop {
+            let patch = Patch::Apply(json!({
+                "apiVersion": WeightSync::api_version(&()),
+                "kind": WeightSync::kind(&()),
+                "metadata": {"name": name, "uid": meta.uid, "resourceVersion": version},
+                "status": status,
+            }));
+            let what = format!("write the status of {namespace}/{name}");
+            match self.shared.calls.run(what, api.patch_status(&name, &params, &patch)).await {
+                Err(error) if error.is_gone() => return Ok(None),
+                // Somebody wrote since, such as this controller an epoch: the status is right all the same, if it is still that object.
+                Err(error) if error.is_conflict() && tried < TRIES => {
+                    tried += 1;
+                    // `list` with a name is a read of one object that needs no right to `get`.
+                    let one = ListParams::default().fields(&format!("metadata.name={name}"));
+                    let read = self.shared.calls.run(format!("read WeightSync {namespace}/{name}"), api.list(&one)).await?;
+                    let Some(same) = read.items.into_iter().find(|object| object.metadata.uid == meta.uid) else { return Ok(None) };
+                    version = same.metadata.resource_version;
+                }
+                outcome => return outcome.map(|object| object.metadata.resource_version),
+            }
         }
     }
 }

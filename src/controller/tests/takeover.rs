@@ -142,3 +142,27 @@ async fn object_that_becomes_unreadable_keeps_its_group() {
     assert!(agents[1].try_announce(false).await.is_ok(), "its claim stands");
     controller.stop().await;
 }
+
+/// A status of the object before would count as what an earlier controller knew: the group waited for a version that no member has.
+#[tokio::test]
+async fn status_of_a_deleted_object_is_not_written_to_the_next() {
+    let server = cluster();
+    let controller = Controller::start(&server).await;
+    let agents = all_agents(&server, &controller).await;
+    server.until("ready", is_ready).await;
+    for agent in &agents {
+        agent.change(|state| state.installed = Some(HeldVersion { version: 3, manifest: "m".into() }));
+    }
+    server.until("version 3", |server| status(server)["version"] == 3 && is_ready(server)).await;
+    let mut successor = serde_json::to_value(super::fixtures::object("ws", 2)).unwrap();
+    successor["metadata"]["uid"] = json!("another");
+    server.replace_before_conditions(successor);
+    agents[2].change(|state| state.healthy = false);
+    let written = |server: &ApiServer| {
+        let object = server.get("weightsyncs", "default", "ws").unwrap();
+        object["metadata"]["uid"] == "another" && object["status"]["conditions"].is_array()
+    };
+    server.until("the next object has a status", written).await;
+    assert_eq!(status(&server)["version"], serde_json::Value::Null);
+    controller.stop().await;
+}
