@@ -248,10 +248,10 @@ impl Session {
         });
         let mut assigned = claim.assignment.subscribe();
         assign(&endpoint, &assigned.borrow_and_update());
-        let told = endpoint.clone();
+        let follows = endpoint.clone();
         spawn(&mut tasks, &cancel, async move {
             while assigned.changed().await.is_ok() {
-                assign(&told, &assigned.borrow_and_update());
+                assign(&follows, &assigned.borrow_and_update());
             }
         });
         lock(&claim.endpoints).push(endpoint.clone());

@@ -2,7 +2,7 @@
 //! decides membership, and never checks what the processes do.
 
 use std::collections::HashMap;
-use std::net::SocketAddr;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -339,7 +339,12 @@ impl Supervisor {
         let environment = environment.map(|(name, value)| (name.to_owned(), value)).to_vec();
         let program = self.spec.program.to_string_lossy().into_owned();
         // Not `localhost`: another user of this host may listen at the other loopback address.
-        let arguments = ["agent".to_owned(), "--engine-host".to_owned(), self.spec.address.to_string()];
+        let engines = match self.spec.address {
+            address if address.is_loopback() => address,
+            IpAddr::V4(_) => IpAddr::V4(Ipv4Addr::LOCALHOST),
+            IpAddr::V6(_) => IpAddr::V6(Ipv6Addr::LOCALHOST),
+        };
+        let arguments = ["agent".to_owned(), "--engine-host".to_owned(), engines.to_string()];
         Child { program, arguments: arguments.to_vec(), environment, input: Some(format!("{token}\n")) }
     }
 
