@@ -190,7 +190,7 @@ impl ScopeContext {
         let stored = || object.status.clone().map(|status| WeightSyncStatus { epoch: None, term: None, ..status });
         // A cache with the last write shows later changes of others.
         let written = self.shared.objects.written(uid).filter(|written| written.is_newer_than(object));
-        let newest = written.clone();
+        let known = written.as_ref().and_then(|written| written.at.clone());
         let before = written.map(|written| written.status).or_else(stored);
         let status = match (&facts.decided.refused, &before) {
             (Some((Reason::InvalidSpec, message)), Some(before)) if !self.shared.objects.runs(uid) => {
@@ -210,7 +210,6 @@ impl ScopeContext {
         {
             return Ok(Some(left));
         }
-        let known = newest.and_then(|written| written.at);
         let at = self.apply_status(object.meta(), known, &status).await?;
         self.shared.objects.set_written(uid, Written { status, at });
         Ok(None)

@@ -5,7 +5,7 @@
 //! the value that most pods report goes on, of equally many that of the first replica. It is proven by responses alone, and the others are fed
 //! in full: so one replica that lies does not stop a pool of two. A source that sent the same wrong bytes to all is not found.
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 
 use weightsync_core::protocol::{EngineChecksum, MemberName};
 
@@ -23,47 +23,63 @@ pub(super) fn comparable(members: &[MemberName]) -> bool {
 }
 
 pub(super) fn compare(said: &[(MemberName, EngineChecksum)]) -> Agreement {
+    let mut alike: BTreeMap<(&str, &str), Vec<&(MemberName, EngineChecksum)>> = BTreeMap::new();
+    for report in said {
+        alike.entry((pool(&report.0), &report.1.of)).or_default().push(report);
+    }
+    let counts: BTreeMap<_, _> = alike.into_iter().map(|(of, reports)| (of, Counted::of(&reports))).collect();
     let mut found = Agreement::default();
     for (member, checksum) in said {
-        let alike: Vec<_> = said.iter().filter(|(other, of)| pool(other) == pool(member) && of.of == checksum.of).collect();
-        let votes = votes(&alike);
-        let pods = alike.iter().map(|(other, _)| other.voter()).collect::<BTreeSet<_>>().len();
-        let same = votes.iter().find(|(digest, _)| *digest == checksum.digest).map_or(0, |(_, pods)| pods.len());
-        // The first value in the order of ranks, of those with most votes.
-        let leading = votes.iter().rev().max_by_key(|(_, pods)| pods.len()).is_some_and(|(digest, _)| *digest == checksum.digest);
-        match (alike.len(), leading) {
-            (..=1, _) => {}
-            (_, true) if 2 * same > pods => found.agreed.push(member.clone()),
-            (_, true) => {}
-            (all, false) => {
-                let digest = checksum.digest.get(..12).unwrap_or_default();
-                let others = alike.iter().filter(|(_, of)| of.digest == checksum.digest).count().saturating_sub(1);
-                let why = format!(
-                    "after the load, its engine's own checksums ({digest}) are those of {others} of the {} other replicas of its pool: it does \
-                     not hold what was sent",
-                    all - 1
-                );
-                found.wrong.push((member.clone(), why));
-            }
+        let Some(counted) = counts.get(&(pool(member), checksum.of.as_str())).filter(|counted| counted.reports > 1) else { continue };
+        if counted.leading != checksum.digest {
+            let digest = checksum.digest.get(..12).unwrap_or_default();
+            let others = counted.same.get(checksum.digest.as_str()).map_or(0, |same| same.saturating_sub(1));
+            let why = format!(
+                "after the load, its engine's own checksums ({digest}) are those of {others} of the {} other replicas of its pool: it does \
+                 not hold what was sent",
+                counted.reports - 1
+            );
+            found.wrong.push((member.clone(), why));
+        } else if counted.majority {
+            found.agreed.push(member.clone());
         }
     }
     found
 }
 
-/// The values in the order in which they were first reported, with the pods that vote for each: those whose engines all report it.
-fn votes<'a>(said: &[&'a (MemberName, EngineChecksum)]) -> Vec<(&'a str, BTreeSet<&'a str>)> {
-    let mut votes: Vec<(&str, BTreeSet<&str>)> = Vec::new();
-    for (member, checksum) in said {
-        let united = said.iter().all(|(other, of)| other.voter() != member.voter() || of.digest == checksum.digest);
-        let at = votes.iter().position(|(digest, _)| *digest == checksum.digest).unwrap_or_else(|| {
-            votes.push((&checksum.digest, BTreeSet::new()));
-            votes.len() - 1
-        });
-        if let Some((_, pods)) = votes.get_mut(at).filter(|_| united) {
-            pods.insert(member.voter());
+/// What comparable replicas reported.
+struct Counted<'a> {
+    reports: usize,
+    /// Replicas by the value that they reported.
+    same: BTreeMap<&'a str, usize>,
+    /// The value for which most pods vote; of equally many, the one that was reported first.
+    leading: &'a str,
+    /// Whether more than half of the pods vote for it.
+    majority: bool,
+}
+
+impl<'a> Counted<'a> {
+    fn of(reports: &[&'a (MemberName, EngineChecksum)]) -> Self {
+        let (mut values, mut same, mut pods) = (Vec::new(), BTreeMap::new(), BTreeMap::new());
+        for (member, checksum) in reports {
+            let value = checksum.digest.as_str();
+            let count: &mut usize = same.entry(value).or_default();
+            if *count == 0 {
+                values.push(value);
+            }
+            *count += 1;
+            // A pod votes for the value that all of its engines report.
+            let vote = pods.entry(member.voter()).or_insert(Some(value));
+            *vote = vote.filter(|voted| *voted == value);
         }
+        let mut votes: BTreeMap<&str, usize> = BTreeMap::new();
+        for value in pods.values().flatten() {
+            *votes.entry(value).or_default() += 1;
+        }
+        let votes = |value: &str| votes.get(value).copied().unwrap_or(0);
+        let leading = values.into_iter().rev().max_by_key(|value| votes(value)).unwrap_or_default();
+        Self { reports: reports.len(), same, leading, majority: 2 * votes(leading) > pods.len() }
     }
-    votes
 }
 
 /// Replicas of one pool are started alike.

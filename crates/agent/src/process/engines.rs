@@ -119,7 +119,13 @@ impl Running {
         let wanted = self.wanted();
         for (port, kept) in &self.engines {
             if wanted.get(port) != Some(&kept.wanted) {
-                kept.orders.send_if_modified(|order| *order == Order::Serve && std::mem::replace(order, Order::Leave) == Order::Serve);
+                kept.orders.send_if_modified(|order| {
+                    let serves = *order == Order::Serve;
+                    if serves {
+                        *order = Order::Leave;
+                    }
+                    serves
+                });
             }
         }
         self.engines.retain(|_, kept| !kept.task.is_finished());
@@ -186,7 +192,6 @@ impl Running {
         if let (Order::Unclaimed(message), Some(source)) = (&order, &self.source) {
             source.endpoint.core.unclaimed(message);
         }
-        let rests = order != Order::End;
         for kept in self.engines.values() {
             kept.orders.send_replace(order.clone());
         }
@@ -199,8 +204,9 @@ impl Running {
             source.close().await;
         }
         resting.registering = self.registering;
-        if !rests {
-            std::mem::take(&mut resting).end().await;
+        if order == Order::End {
+            resting.end().await;
+            return Resting::default();
         }
         resting
     }
