@@ -91,8 +91,8 @@ async fn prepare(State(endpoint): Here, peer: PeerIdentity, Valid(request): Vali
         let gpus = gpus_for(&endpoint, &request, limit / 2);
         let fabric = fabric_for(&endpoint, &request, limit / 2);
         if let Part::Rollout(rollout) = &endpoint.part {
-            if let Step::Taken { ended: Some(ended) } = step {
-                rollout.epoch_over(&format!("epoch {} replaced {}", request.id.epoch, ended.epoch));
+            if let Step::Taken { ended: Some(_) } = step {
+                rollout.epoch_over(&request.ends_others_because());
             }
             rollout.prepare(&request).await?;
         }

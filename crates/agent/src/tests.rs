@@ -40,6 +40,7 @@ fn first_status(update: UpdateId, step: InstallStep, bytes: u64) -> UpdateStatus
         dirty: false,
         refused: false,
         repeats: false,
+        fenced: false,
         steps_ms: Vec::new(),
         checksum: None,
         mixed: Vec::new(),

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::mpsc;
-use tokio::time::{Instant, timeout_at};
+use tokio::time::{Instant, sleep, timeout_at};
 
 use super::Leader;
 use super::attempt::{Attempt, Begun, Brought, Stage};
@@ -144,6 +144,9 @@ impl Attempt<'_> {
         let end = ExternalEnd { update: self.update(), outcome: ExternalOutcome::Untouched { reason } };
         let marked = self.table.receiving();
         self.tell(&marked, end, ExternalEnd::WITHIN).await;
+        if let Some(member) = self.members.iter().find(|member| self.table.is_fenced(member)).cloned() {
+            return Err(self.over_at(&member).await);
+        }
         opened?;
         let (member, reason) = refused.unwrap_or_else(|| (self.epoch.me().clone(), "it is unknown why".into()));
         Err(self.failure(PublishErrorCode::NotEnoughReplicas, format!("{member} cannot take part: {reason}"), Some(member), true))
@@ -179,6 +182,9 @@ impl Attempt<'_> {
                 }
                 (member, answer) = following.next() => {
                     self.take(&member, answer);
+                    if self.table.is_fenced(&member) {
+                        return Err(self.over_at(&member).await);
+                    }
                     if awaited.contains(&member) && self.table.is_over(&member) {
                         let cause = self.table.reason(&member).unwrap_or_else(|| "it gave no reason".into());
                         return Err(lost(member, &cause));
@@ -200,6 +206,15 @@ impl Attempt<'_> {
                 },
             }
         }
+    }
+
+    /// The epoch is over at a member, which is not to blame for that. The coordinator is about to inform this member as well, with the cause:
+    /// that ends [`Leader::lead_external`], and with it the wait.
+    async fn over_at(&mut self, member: &MemberName) -> Failure {
+        self.show();
+        sleep(self.silence).await;
+        let reason = self.table.reason(member).unwrap_or_else(|| "it gave no reason".into());
+        self.failure(PublishErrorCode::Fenced, format!("the epoch ended at {member}: {reason}"), None, true)
     }
 
     async fn end_one(&mut self, member: &MemberName, outcome: ExternalOutcome) {

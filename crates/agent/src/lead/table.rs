@@ -59,6 +59,7 @@ struct Row {
     lost: bool,
     canary: bool,
     repeats: bool,
+    fenced: bool,
     mixed: Vec<MixedWindow>,
     notes: Vec<String>,
     checksum: Option<EngineChecksum>,
@@ -86,6 +87,7 @@ impl Table {
             lost: false,
             canary: false,
             repeats: false,
+            fenced: false,
             mixed: Vec::new(),
             notes: Vec::new(),
             checksum: None,
@@ -105,6 +107,7 @@ impl Table {
         row.reason.clone_from(&status.reason);
         row.canary = status.refused;
         row.repeats = status.repeats;
+        row.fenced = status.fenced;
         row.mixed.clone_from(&status.mixed);
         row.notes = status.notes.iter().take(MOST_NOTES).map(|note| note.chars().take(LONGEST_NOTE).collect()).collect();
         row.checksum.clone_from(&status.checksum);
@@ -117,6 +120,7 @@ impl Table {
         }
         row.step = Some(if row.step.is_none() { InstallStep::Refused } else { InstallStep::Failed });
         row.refusal = Some(refusal.code);
+        row.fenced = refusal.code == RefusalCode::StaleEpoch;
         row.reason = Some(refusal.message.clone());
     }
 
@@ -213,6 +217,11 @@ impl Table {
     /// Whether a member's part is over, well or not.
     pub fn is_over(&self, member: &MemberName) -> bool {
         self.rows.iter().any(|row| &row.name == member && row.step.is_some_and(InstallStep::is_final))
+    }
+
+    /// Whether a member's part is over because the epoch ended there, which says nothing against the member.
+    pub fn is_fenced(&self, member: &MemberName) -> bool {
+        self.rows.iter().any(|row| &row.name == member && row.fenced)
     }
 
     /// Bytes that the slowest member has that still takes part.

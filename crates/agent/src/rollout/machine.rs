@@ -153,6 +153,7 @@ impl Machine {
             dirty: attempt.dirty,
             refused: attempt.refused,
             repeats: attempt.repeats,
+            fenced: attempt.fenced,
             steps_ms: attempt.steps_ms.clone(),
             checksum: attempt.checksum.clone(),
             mixed: Vec::new(),
@@ -355,12 +356,17 @@ impl Machine {
 
     /// Ends an attempt; one whose engine is being switched goes on, since its bytes are complete. True when one ended.
     pub fn abort(&mut self, update: &UpdateId, reason: &str) -> bool {
-        self.end(|attempt| attempt.update == *update, reason)
+        self.end(|attempt| attempt.update == *update, reason).is_some()
+    }
+
+    /// The epoch of an attempt is over, and the attempt as [`abort`](Self::abort) ends it. True when it ended.
+    pub fn fenced(&mut self, update: &UpdateId, reason: &str) -> bool {
+        self.end(|attempt| attempt.update == *update, reason).map(|attempt| attempt.fenced = true).is_some()
     }
 
     /// The epoch is over: so is every attempt, but for an engine that is being switched. True when one ended.
     pub fn epoch_over(&mut self, reason: &str) -> bool {
-        self.end(|_| true, reason)
+        self.end(|_| true, reason).map(|attempt| attempt.fenced = true).is_some()
     }
 
     /// The engine answers, from this start. True when this start lacks what an earlier one held or spoiled.
@@ -423,15 +429,15 @@ impl Machine {
         self.sequence += 1;
     }
 
-    fn end(&mut self, which: impl Fn(&Attempt) -> bool, reason: &str) -> bool {
-        match &mut self.attempt {
-            Some(attempt) if attempt.live() && !matches!(attempt.stage, Stage::Installing(_)) && which(attempt) => {
-                attempt.fail(reason.to_owned());
-                self.sequence += 1;
-                true
-            }
-            _ => false,
+    /// The attempt that ended.
+    fn end(&mut self, which: impl Fn(&Attempt) -> bool, reason: &str) -> Option<&mut Attempt> {
+        let attempt = self.attempt.as_mut()?;
+        if !attempt.live() || matches!(attempt.stage, Stage::Installing(_)) || !which(attempt) {
+            return None;
         }
+        attempt.fail(reason.to_owned());
+        self.sequence += 1;
+        Some(attempt)
     }
 
     fn check_version(&self, request: &BeginRequest, wanted: Option<&HeldVersion>) -> Result<(), Refusal> {

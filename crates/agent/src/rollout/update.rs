@@ -316,20 +316,33 @@ impl Rollout {
         }
         let (rollout, update, epoch_over) = (Arc::downgrade(self), update.clone(), self.core.over(epoch.id()));
         tokio::spawn(async move {
-            let reason = tokio::select! {
-                passed = deadline.passed() => format!("its leader fell silent: {passed}"),
-                () = epoch_over.cancelled() => "its epoch is over".to_owned(),
+            let silent = tokio::select! {
+                passed = deadline.passed() => Some(format!("its leader fell silent: {passed}")),
+                () = epoch_over.cancelled() => None,
                 () = over.cancelled() => return,
             };
-            if let Some(rollout) = rollout.upgrade() {
-                rollout.end_attempt(&update, &reason);
-            }
+            let Some(rollout) = rollout.upgrade() else { return };
+            match silent {
+                Some(reason) => rollout.end_attempt(&update, &reason),
+                None => rollout.fence_attempt(&update),
+            };
         });
     }
 
     /// Gives an attempt up here; false when it was over already.
     pub(super) fn end_attempt(&self, update: &UpdateId, reason: &str) -> bool {
         let ended = self.with(|state| state.attempt_ended(update, reason));
+        self.ended(update, reason, ended)
+    }
+
+    /// The same, where the epoch of the attempt is over.
+    fn fence_attempt(&self, update: &UpdateId) -> bool {
+        let reason = self.core.why_over();
+        let ended = self.with(|state| state.attempt_fenced(update, &reason));
+        self.ended(update, &reason, ended)
+    }
+
+    fn ended(&self, update: &UpdateId, reason: &str, ended: bool) -> bool {
         if ended {
             tracing::info!(version = update.version, attempt = update.attempt, reason, "an attempt ended");
         }

@@ -191,6 +191,7 @@ fn table(steps: &str, min_ready: u32) -> Table {
                 dirty: refused,
                 refused,
                 repeats: refused,
+                fenced: false,
                 steps_ms: Vec::new(),
                 checksum: None,
                 mixed: Vec::new(),

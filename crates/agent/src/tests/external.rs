@@ -1,5 +1,11 @@
 //! An update by the trainer's own data plane, as the rollout's state machine sees it.
 
+use tokio::sync::mpsc;
+use tokio::time::Instant;
+
+use super::fixture::{Fixture, SOON};
+use crate::external::Teller;
+use crate::lead::ExternalPlan;
 use crate::rollout::machine::{Machine, Opening};
 use weightsync_core::protocol::*;
 use weightsync_engine::{EngineStart, Left};
@@ -61,4 +67,34 @@ fn end_between_mark_and_proof_leaves_engine_dirty() {
     assert!(machine.status().unwrap().dirty);
     bring(&mut machine, &begin(2, 2, 2, "b"));
     assert!(machine.dirty().is_none());
+}
+
+/// The coordinator prepares members one after another. One that heard of the next epoch first is not the one that was lost.
+#[tokio::test(flavor = "multi_thread")]
+async fn member_in_next_epoch_is_not_blamed_for_its_cause() {
+    let mut fixture = Fixture::new();
+    fixture.policy.delivery = Delivery::External;
+    let (source, first, second) = (fixture.source(), fixture.rollout("actors/r-0"), fixture.rollout("actors/r-1"));
+    let members = [&source, &first, &second];
+    fixture.form(&members, None).await;
+    let epoch = source.core.epoch().unwrap();
+    fixture.epoch += 1;
+    let next = |member| PrepareRequest { why: "actors/r-1 was lost".into(), ..fixture.prepare_request(&members, member) };
+    fixture.ask(&first, &next(&first)).await.unwrap();
+
+    let (leader, (tell, _replies), (_words, mut words)) = (source.leader.clone(), Teller::new(), mpsc::unbounded_channel());
+    let led = tokio::spawn(async move {
+        let held = HeldVersion { version: 1, manifest: "one".into() };
+        let (deadline, words, tell) = (Instant::now() + SOON, &mut words, &tell);
+        let plan = ExternalPlan { epoch, held, attempt: 1, feeding: false, engine_version: None, deadline, words, tell };
+        leader.lead_external(plan).await.unwrap_err()
+    });
+    let mut updates = source.core.events().updates();
+    let refused =
+        updates.wait_for(|updates| updates.since(&mut 0).any(|view| view.members.iter().any(|member| member.member == first.name)));
+    tokio::time::timeout(SOON, refused).await.unwrap().unwrap();
+    fixture.ask(&source, &next(&source)).await.unwrap();
+    let failure = led.await.unwrap();
+    assert_eq!((failure.code, failure.member), (PublishErrorCode::Fenced, None), "{}", failure.message);
+    assert!(failure.message.contains("actors/r-1 was lost"), "{}", failure.message);
 }

@@ -129,7 +129,8 @@ fn fence_ends_arrival_and_lets_a_switching_engine_finish() {
     machine.begin(&begin(&update, false, None), &[]).unwrap();
     machine.opened(&update, false).unwrap();
     assert!(machine.epoch_over("fenced"));
-    assert_eq!(machine.status().unwrap().step, InstallStep::Failed);
+    let ended = machine.status().unwrap();
+    assert_eq!((ended.step, ended.fenced), (InstallStep::Failed, true));
     let update = id(2, 1, 2);
     machine.begin(&begin(&update, false, None), &[]).unwrap();
     machine.opened(&update, false).unwrap();

@@ -108,6 +108,9 @@ pub struct UpdateStatus {
     /// Whether the same weights would fail here again: the engine read and refused them.
     #[serde(default)]
     pub repeats: bool,
+    /// Whether it ended because its epoch did: another member may be at fault, and this one is not.
+    #[serde(default)]
+    pub fenced: bool,
     /// Times of finished steps in ms, e.g. `receive`, `verify`, `pause`, `load`, `check`, `resume`.
     pub steps_ms: Vec<(String, u64)>,
     /// The engine's own checksums, where they were asked for and it has some.

@@ -86,6 +86,7 @@ impl Part {
             dirty: false,
             refused: false,
             repeats: false,
+            fenced: false,
             steps_ms: Vec::new(),
             checksum: None,
             mixed: Vec::new(),

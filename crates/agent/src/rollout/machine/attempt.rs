@@ -35,6 +35,8 @@ pub(super) struct Attempt {
     pub(super) refused: bool,
     /// Whether the same weights would fail here again.
     pub(super) repeats: bool,
+    /// Whether it ended because its epoch did.
+    pub(super) fenced: bool,
     /// Whether the engine takes buckets while they come.
     pub(super) fed: bool,
     /// The engine's own checksums, where it was asked for them.
@@ -58,6 +60,7 @@ impl Attempt {
             dirty: false,
             refused: false,
             repeats: false,
+            fenced: false,
             fed: false,
             checksum: None,
             steps_ms: Vec::new(),

@@ -153,6 +153,15 @@ impl<F: Archived> State<F> {
         ended
     }
 
+    /// The epoch of an attempt is over, and the attempt; false when it was over already.
+    pub(in crate::rollout) fn attempt_fenced(&mut self, update: &UpdateId, reason: &str) -> bool {
+        let ended = self.machine.fenced(update, reason);
+        if ended {
+            self.stop(reason);
+        }
+        ended
+    }
+
     /// The epoch is over, and every attempt in it.
     pub(in crate::rollout) fn epoch_over(&mut self, reason: &str) {
         if self.machine.epoch_over(reason) {

@@ -111,7 +111,7 @@ pub(super) fn messages() -> Vec<Message> {
         FinishRequest: json!({"update": update, "tensorDigests": ["00"], "manifestDigest": "ab", "check": true});
         ActivateRequest: json!({"update": update, "agreed": true});
         AbortRequest: json!({"update": update, "reason": "r"});
-        UpdateStatus: json!({"update": update, "sequence": 1, "step": "Delivered", "bytes": 2, "reason": "r", "dirty": true, "refused": true, "repeats": true, "stepsMs": [["a", 1]], "checksum": {"of": "vllm 1", "digest": "ab", "tookMs": 3}, "mixed": [mixed], "notes": ["n"]});
+        UpdateStatus: json!({"update": update, "sequence": 1, "step": "Delivered", "bytes": 2, "reason": "r", "dirty": true, "refused": true, "repeats": true, "fenced": true, "stepsMs": [["a", 1]], "checksum": {"of": "vllm 1", "digest": "ab", "tookMs": 3}, "mixed": [mixed], "notes": ["n"]});
         ExternalBegin: json!({"update": update, "held": held, "timeoutMs": 5});
         ExternalEnd: json!({"update": update, "outcome": {"kind": "delivered", "engineVersion": "v"}}),
             json!({"update": update, "outcome": {"kind": "untouched", "reason": "r"}});
