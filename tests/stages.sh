@@ -85,7 +85,8 @@ run_lane() {
   shift
   clock=$work/clock.$number
   trap - EXIT INT
-  trap '[ -z "$making" ] || kill "$making" 2>/dev/null; exit 143' TERM
+  # What the stage started must end before the tree can be removed.
+  trap '[ -z "$making" ] || { kill "$making" 2>/dev/null; wait "$making"; }; exit 143' TERM
   for stage in "$@"; do
     run_stage "$stage" in_lane "$number" "$stage" || exit 1
   done
