@@ -36,6 +36,8 @@ async fn engines_with_503_or_no_listener_are_left_out() {
 async fn late_agent_reads_what_it_missed_and_gets_the_version() {
     let world = World::start(json!({"silenceSeconds": 2}), [Actor::new(), Actor::new()]).await;
     world.signal("actor-1", Signal::STOP).await;
+    // The command line waits for no agent that has not started yet.
+    world.until_ready(1).await;
     let one = Model::small(1);
     let checkpoint = one.save(&world.folder().join("v1"));
     let result = world.publish(&checkpoint, 1, &[]).await.done();
