@@ -32,6 +32,9 @@ FIRST_WORD = 60.0
 
 Digester = Callable[[memoryview], str]
 
+Make = Callable[["mmap.mmap", "Tensor", bool], Any]
+"""Makes an engine's tensor of one in the shared memory; a copy where the last argument says that its place is used again."""
+
 
 def digesters() -> dict[str, Digester]:
     """Digests that can be computed here, by the names that agents know: `blake3` comes with vLLM, `xxh3-128` with the package xxhash."""
@@ -74,9 +77,18 @@ class Feed:
     """A connection to the agent for one version, and the thread that listens on it."""
 
     def __init__(
-        self, socket: str, token: str, rank: int, ranks: int, device: str, active: bool = False, gpu: GpuFeed | None = None
+        self,
+        socket: str,
+        token: str,
+        rank: int,
+        ranks: int,
+        device: str,
+        active: bool = False,
+        gpu: GpuFeed | None = None,
+        make: Make | None = None,
     ) -> None:
         self.token = token
+        self._make = make or _of_torch
         self._gpu = gpu
         self._digesters = digesters()
         self._wire = Wire(socket.removeprefix("@"))
@@ -102,7 +114,7 @@ class Feed:
         self._draft, self._whole = draft, False
 
     def tensors(self) -> Iterator[tuple[str, Any]]:
-        """Every tensor for the model as (name, torch tensor), in the order of the buckets; waits for those that are still to come.
+        """Every tensor for the model as (name, the engine's tensor), in the order of the buckets; waits for those that are still to come.
 
         A tensor of a bucket that is not copied looks into the shared memory, which stays as it is for as long as anything looks into it.
         Raises what went wrong: a digest that differs, an agent that is gone or silent.
@@ -236,16 +248,19 @@ class Feed:
         return copy
 
     def _tensor(self, tensor: Tensor, copy: bool) -> Any:
-        torch = importlib.import_module("torch")
         if self._memory is None:
             raise Failed("the feed was closed")
-        flat = torch.frombuffer(self._memory, dtype=torch.uint8, count=tensor.length, offset=tensor.offset)
-        # The place of a copied one is used again.
-        return _shaped(flat.clone() if copy else flat, tensor)
+        return self._make(self._memory, tensor, copy)
 
     def _say(self, message: Mapping[str, Any]) -> None:
         with self._saying:
             self._wire.send(message)
+
+
+def _of_torch(memory: mmap.mmap, tensor: Tensor, copy: bool) -> Any:
+    torch = importlib.import_module("torch")
+    flat = torch.frombuffer(memory, dtype=torch.uint8, count=tensor.length, offset=tensor.offset)
+    return _shaped(flat.clone() if copy else flat, tensor)
 
 
 def _shaped(flat: Any, tensor: Tensor) -> Any:

@@ -5,6 +5,7 @@
 //! code; only the HTTP front and the model are made here.
 
 use std::io::{BufRead, BufReader};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
@@ -14,8 +15,11 @@ use serde_json::{Map, Value, json};
 use tempfile::TempDir;
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
+use weightsync_agent::hand_over::{MemoryFeed, feed_memory};
 use weightsync_core::protocol::{HeldVersion, KvCachePolicy, PausePolicy};
-use weightsync_engine::{Engine, EngineConfig, Holding, InstallJob, InstallTerms, connect};
+use weightsync_core::weights::Layout;
+use weightsync_core::weights::safetensors::Checkpoint;
+use weightsync_engine::{Engine, EngineConfig, Holding, HostBucket, HostJob, HostMemory, HostTensor, InstallJob, InstallTerms, connect};
 use weightsync_testkit::simulator::{Simulator, SimulatorOptions};
 use weightsync_testkit::support::{get, post};
 
@@ -60,7 +64,41 @@ fn write(directory: &Path, version: u8, files: &[(&str, &[usize])]) {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Way {
     Snapshot,
-    Steps { mtp: bool },
+    Steps {
+        mtp: bool,
+    },
+    /// From the agent's memory.
+    Memory {
+        mtp: bool,
+    },
+    /// Steps of a server with the strategy `ipc`.
+    Ipc,
+    /// Its own parameters: without the flag.
+    Own {
+        memory: bool,
+    },
+}
+
+impl Way {
+    fn strategy(self) -> &'static str {
+        match self {
+            Self::Snapshot => "ipc_snapshot",
+            Self::Ipc => "ipc",
+            Self::Steps { .. } | Self::Memory { .. } | Self::Own { .. } => "rsync",
+        }
+    }
+
+    fn flag(self) -> bool {
+        matches!(self, Self::Steps { .. } | Self::Memory { .. } | Self::Ipc)
+    }
+
+    fn mtp(self) -> bool {
+        matches!(self, Self::Steps { mtp: true } | Self::Memory { mtp: true })
+    }
+
+    fn is_memory(self) -> bool {
+        matches!(self, Self::Memory { .. } | Self::Own { memory: true })
+    }
 }
 
 /// Who takes the weights.
@@ -103,9 +141,9 @@ impl Bench {
         write(&at("model"), 1, &[("model.safetensors", all), ("model_state.tp0.0.pdparams", all)]);
         write(&at("steps/0"), 1, &[("model.safetensors", all)]);
         std::fs::write(at("model/version.yaml"), "step: 0\n").unwrap();
-        let strategy = if way == Way::Snapshot { "ipc_snapshot" } else { "rsync" };
-        let config = json!({"directory": at("steps"), "gdr_mtp_chunk_size": 2}).to_string();
-        let words = ["--dynamic-load-weight", "--load_strategy", strategy, "--rsync_config", &config];
+        let updates = if way.is_memory() { "memory" } else { "folder" };
+        let config = json!({"directory": at("steps"), "updates": updates, "gdr_mtp_chunk_size": 2}).to_string();
+        let words = ["--dynamic-load-weight", "--load_strategy", way.strategy(), "--rsync_config", &config];
         let (front, url, processes) = match by {
             By::Simulator => simulated(folder.path(), way, &words).await,
             By::Upstream => {
@@ -140,6 +178,18 @@ impl Bench {
             local_directory: directory.clone(),
             directory,
         }
+    }
+
+    /// By the way that the server was started for.
+    async fn install(&self, way: Way, version: u64) -> Result<(), String> {
+        if !way.is_memory() {
+            return self.engine.install(&self.job(version)).await.map(drop).map_err(|error| error.to_string());
+        }
+        let checkpoint = Arc::new(Checkpoint::open(&self.folder.path().join(version.to_string())).unwrap());
+        let layout = Arc::new(Layout::new("model", checkpoint.specs(), 64).unwrap().cut_between_tensors());
+        let (pause, kv_cache) = (PausePolicy::Abort, KvCachePolicy::Reset);
+        let feed = MemoryFeed { version: held(version), layout, memory: None, pause, kv_cache, timeout: SOON };
+        feed_memory(self.engine.as_ref(), &feed, checkpoint).await.map(drop).map_err(|error| format!("{error:?}"))
     }
 
     /// The server's own parameters are those of a version, byte for byte (simulated: by their digests).
@@ -180,14 +230,14 @@ fn real(from: &Path, folder: &Path, way: Way, words: &[&str]) -> (Front, String,
     let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let shapes: Map<String, Value> = TENSORS.iter().map(|(name, _, dtype, _, shape)| ((*name).to_owned(), json!([dtype, shape]))).collect();
     let log = std::fs::File::create(folder.join("log")).unwrap();
-    let path = std::env::join_paths([folder.join("py"), root.join("python/weightsync/fastdeploy")]).unwrap();
+    let path = std::env::join_paths([folder.join("py"), root.join("python/weightsync/fastdeploy"), root.join("python")]).unwrap();
     let mut command = Command::new(from.join("venv/bin/python"));
     command.args(["-m", "fastdeploy.entrypoints.openai.api_server", "--port", &port.to_string(), "--model"]).arg(folder.join("model"));
-    command.args(words).args((way == Way::Steps { mtp: true }).then_some("--mtp"));
+    command.args(words).args(way.mtp().then_some("--mtp"));
     command.current_dir(folder).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(log);
     command.env("PYTHONPATH", path).env("PYTHONDONTWRITEBYTECODE", "1").env("WEIGHTSYNC_FD_SHAPES", Value::Object(shapes).to_string());
     command.env("WEIGHTSYNC_FD_MANAGER", from.join("dynamic_weight_manager.py"));
-    command.env("FD_USE_GDR_CHECKPOINT_TRANSFER", if way == Way::Snapshot { "0" } else { "1" });
+    command.env("FD_USE_GDR_CHECKPOINT_TRANSFER", if way.flag() { "1" } else { "0" });
     let mut child = command.spawn().unwrap();
     let mut printed = String::new();
     BufReader::new(child.stdout.take().unwrap()).read_line(&mut printed).unwrap();
@@ -198,10 +248,10 @@ fn real(from: &Path, folder: &Path, way: Way, words: &[&str]) -> (Front, String,
 
 async fn simulated(folder: &Path, way: Way, words: &[&str]) -> (Front, String, PathBuf) {
     let mut options = SimulatorOptions::new("fastdeploy", folder.join("model"));
-    if let Way::Steps { mtp } = way {
-        "rsync".clone_into(&mut options.fastdeploy.load_strategy);
-        options.fastdeploy.gdr = true;
-        options.fastdeploy.mtp = mtp;
+    if way != Way::Snapshot {
+        way.strategy().clone_into(&mut options.fastdeploy.load_strategy);
+        options.fastdeploy.gdr = way.flag();
+        options.fastdeploy.mtp = way.mtp();
         options.fastdeploy.mtp_layers = (2, 1);
         options.fastdeploy.transfer = Some(folder.join("steps"));
     }
@@ -212,6 +262,7 @@ async fn simulated(folder: &Path, way: Way, words: &[&str]) -> (Front, String, P
     let program = ["python", "-m", "fastdeploy.entrypoints.openai.api_server", "--port", &port];
     std::fs::write(process.join("cmdline"), program.iter().chain(words).copied().collect::<Vec<_>>().join("\0")).unwrap();
     std::fs::write(process.join("stat"), format!("77 (engine) S {} 4242 0", ["0"; 18].join(" "))).unwrap();
+    std::fs::write(process.join("environ"), format!("FD_USE_GDR_CHECKPOINT_TRANSFER={}\0", u8::from(way.flag()))).unwrap();
     (Front::Simulated(Box::new(simulator)), url, folder.join("proc"))
 }
 
@@ -239,6 +290,10 @@ loaders!(
     loader_takes_snapshots,
     a_step_without_a_drafts_weights_is_refused_untouched,
     a_broken_step_leaves_the_weights_as_they_were,
+    loader_takes_steps_from_memory_and_no_file_is_made,
+    loader_takes_steps_under_ipc_and_its_own_parameters,
+    version_that_is_not_its_own_parameters_is_refused_untouched,
+    byte_that_flips_in_memory_holds_the_server_until_fed,
 );
 
 async fn loader_takes_steps_and_drafts(by: By) {
@@ -308,4 +363,75 @@ async fn a_broken_step_leaves_the_weights_as_they_were(by: By) {
     // With no version, that of version.yaml.
     let (status, answer) = post(&format!("{}/v1/update_weights", on.url), &json!({})).await;
     assert!(status == 200 && answer["result"][0]["version"] == json!("0"), "{answer}");
+}
+
+async fn loader_takes_steps_from_memory_and_no_file_is_made(by: By) {
+    for way in [Way::Memory { mtp: false }, Way::Memory { mtp: true }, Way::Own { memory: true }] {
+        let on = Bench::start(by, way).await;
+        on.holds(1).await;
+        assert_eq!(on.engine.probe(SOON).await.unwrap().delivery, "update_weights, from the agent's memory");
+        for version in [2, 3] {
+            on.install(way, version).await.unwrap();
+            on.holds(u8::try_from(version).unwrap()).await;
+            assert_eq!(on.engine.holding(SOON).await.unwrap(), Holding::Version(held(version)));
+        }
+        assert_eq!(std::fs::read_dir(on.folder.path().join("steps")).unwrap().count(), 1, "its start step alone");
+        on.engine.put_back(SOON).await.unwrap();
+        on.holds(1).await;
+    }
+}
+
+async fn loader_takes_steps_under_ipc_and_its_own_parameters(by: By) {
+    for way in [Way::Ipc, Way::Own { memory: false }] {
+        let on = Bench::start(by, way).await;
+        on.holds(1).await;
+        for version in [2, 3] {
+            on.install(way, version).await.unwrap();
+            on.holds(u8::try_from(version).unwrap()).await;
+        }
+        on.engine.put_back(SOON).await.unwrap();
+        on.holds(1).await;
+    }
+}
+
+/// Upstream compares what comes, and keeps what does not come without a word.
+async fn version_that_is_not_its_own_parameters_is_refused_untouched(by: By) {
+    for way in [Way::Own { memory: false }, Way::Own { memory: true }] {
+        let on = Bench::start(by, way).await;
+        write(&on.folder.path().join("2"), 2, &[("model.safetensors", &[0, 1, 3])]);
+        let refused = on.install(way, 2).await.unwrap_err();
+        assert!(refused.contains("lacks model.layers.2.q_proj.weight"), "{refused}");
+        on.holds(1).await;
+        on.install(way, 3).await.unwrap();
+        on.holds(3).await;
+    }
+}
+
+/// Each rank sums the bytes that it is about to load.
+async fn byte_that_flips_in_memory_holds_the_server_until_fed(by: By) {
+    let way = Way::Memory { mtp: false };
+    let on = Bench::start(by, way).await;
+    let checkpoint = Checkpoint::open(&on.folder.path().join("2")).unwrap();
+    let layout = Arc::new(Layout::new("model", checkpoint.specs(), 64).unwrap().cut_between_tensors());
+    let file = tempfile::tempfile().unwrap();
+    file.set_len(layout.total_bytes).unwrap();
+    let memory = Arc::new(HostMemory::of(&file, layout.total_bytes).unwrap());
+    let job = HostJob { terms: on.job(2).terms, layout: layout.clone(), memory, silence: SOON };
+    let mut install = on.engine.begin_host(&job).await.unwrap();
+    for (index, entry) in layout.entries.iter().enumerate() {
+        let mut bytes = vec![0; usize::try_from(entry.bytes).unwrap()];
+        checkpoint.read_tensor(index, 0, &mut bytes).unwrap();
+        file.write_all_at(&bytes, entry.offset).unwrap();
+        let (spec, digest) = (entry.tensor.clone(), install.digest().of(&bytes));
+        let tensors = vec![HostTensor { spec, offset: entry.offset, bytes: entry.bytes, digest }];
+        install.bucket(HostBucket { sequence: u32::try_from(index).unwrap(), copy: false, tensors }).await.unwrap();
+    }
+    let spoiled = &layout.entries[2];
+    file.write_all_at(&[0x7f], spoiled.offset).unwrap();
+    let error = install.finish(held(2)).await.unwrap_err();
+    let named = format!("tensor {} is not what the agent says", spoiled.tensor.name);
+    assert!(error.is_dirty() && error.to_string().contains(&named), "{error}");
+    assert_eq!(get(&format!("{}/v1/is_paused", on.url)).await["result"]["is_paused"], json!(true), "it is held");
+    on.install(way, 3).await.unwrap();
+    on.holds(3).await;
 }

@@ -6,12 +6,13 @@
 //! tags ends at the first that has nothing to do, and reports success. A wake-up resumes the engine by itself. It checks neither that all
 //! parameters came nor that a name is known. And after 60 s a control call returns an error while the workers continue. `POST
 //! /v1/update_weights` moves weights by `checkpoint_transfer`, a library that is not public: it is called only if WeightSync's own replaces
-//! that library ([`steps`]).
+//! that library, with steps in a folder ([`steps`]) or from the agent's memory ([`stream`]).
 
 mod async_ipc;
 pub(crate) mod snapshot;
 mod started;
 pub(crate) mod steps;
+mod stream;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -22,18 +23,21 @@ use parking_lot::Mutex;
 use serde_json::{Value, json};
 
 use self::snapshot::Snapshot;
-use self::started::{START, Strategy, no_way};
-use self::steps::Step;
+use self::started::{FLAG, Flag, START, Strategy, flag_unseen, no_way};
+use self::steps::{By, Names, Step, Wanted};
+use self::stream::Stream;
 use super::adapter::Adapter;
 use super::canary::{self, LogProbs};
 use super::descriptor::{EngineDescriptor, Limit};
 use super::device::DeviceRoute;
 use super::feed::{Feed, FeedJob};
 use super::fit::{self, Fit};
+use super::host::HostJob;
+use super::host_feed::HostFeed;
 use super::http::{Answer, EngineHttp, Reply, Until};
 use super::process::{self, EngineProcess};
 use super::record::{Record, UNKNOWN};
-use super::server::Server;
+use super::server::{Server, no_host_route};
 use super::{Engine, EngineConfig, EngineError, Holding};
 use weightsync_core::protocol::{CanaryPolicy, EngineFacts, KvCachePolicy, PausePolicy};
 use weightsync_core::weights::{IgnoredTensors, TensorSpec};
@@ -110,7 +114,16 @@ impl Fastdeploy {
     }
 
     fn strategy(&self) -> Strategy {
-        Strategy::of(self.process().as_ref())
+        self.strategy_of(self.process().as_ref())
+    }
+
+    fn strategy_of(&self, process: Option<&EngineProcess>) -> Strategy {
+        let flag = process.map_or(Flag::Unseen, |process| Flag::of(process.variable(&self.processes, FLAG)));
+        Strategy::of(process, flag)
+    }
+
+    fn ranks(&self) -> usize {
+        self.process().as_ref().map_or(1, started::ranks)
     }
 
     /// Path of its model, as it reports or from the settings.
@@ -150,16 +163,16 @@ impl Fastdeploy {
         of_files(directory.clone(), until, move || Snapshot::find(&directory).and_then(work)).await
     }
 
-    /// Loads the last prepared step into every rank.
-    async fn update(&self, until: Until) -> Result<(), EngineError> {
+    /// Loads the last prepared step into every rank, or the server's start step where none is.
+    async fn update(&self, names: Names, until: Until) -> Result<(), EngineError> {
         let url = self.http.url();
-        let Some(step) = self.step.lock().clone() else {
-            return Err(EngineError::BadReply { url: url.to_owned(), what: "no step was laid for it".into() });
-        };
-        let body = json!({"version": step.name()});
+        let step = self.step.lock().clone();
+        let name = step.as_ref().map(Step::name);
+        let body = name.as_ref().map_or_else(|| json!({}), |name| json!({"version": name}));
         let answer = success(url, self.http.post("/v1/update_weights", Some(&body), until).await?)?;
-        let ranks = self.process().as_ref().map_or(1, started::ranks);
-        step.was_taken(answer.value(), ranks).map_err(|what| EngineError::NotSuccess { url: url.to_owned(), body: what })
+        let tensors = step.as_ref().map(|step| step.tensors).filter(|_| names == Names::Checkpoint);
+        let wanted = Wanted { name: name.as_deref(), tensors, ranks: self.ranks() };
+        wanted.was_taken(answer.value()).map_err(|what| EngineError::NotSuccess { url: url.to_owned(), body: what })
     }
 
     /// Whether its weights are loaded and its workers run.
@@ -215,10 +228,14 @@ impl Server for Fastdeploy {
 
     fn takes_directories(&self) -> Result<(), EngineError> {
         match self.strategy() {
+            Strategy::Steps(steps) if steps.by == By::Memory => {
+                Err(unsupported("FastDeploy was started for weights from its agent's memory".into(), "give the agent memory for a version"))
+            }
             Strategy::Snapshot | Strategy::Steps(_) | Strategy::Unseen => Ok(()),
             Strategy::AsyncIpc(_) => {
                 Err(unsupported("FastDeploy was started for weights from GPU memory".into(), "give its agent the engine's GPU"))
             }
+            Strategy::StepsOrTrainers => Err(flag_unseen()),
             Strategy::Other(strategy) => Err(no_way(&strategy)),
         }
     }
@@ -241,18 +258,24 @@ impl Server for Fastdeploy {
             return Err(unsupported(format!("{} cannot change its weights", self.http.url()), START));
         }
         let ranks = process.as_ref().map_or(1, started::ranks);
-        let delivery = match Strategy::of(process.as_ref()) {
+        let delivery = match self.strategy_of(process.as_ref()) {
             Strategy::Other(strategy) => return Err(no_way(&strategy)),
+            Strategy::StepsOrTrainers => return Err(flag_unseen()),
             Strategy::AsyncIpc(_) => "GPU memory: the asynchronous IPC message",
-            Strategy::Steps(folder) => {
-                if !folder.is_dir() {
-                    return Err(unsupported(
-                        format!("the server reads steps from {}, which is not seen from here", folder.display()),
-                        "give the agent that folder at the same path (a volume that both mount)",
-                    ));
-                }
-                "update_weights, steps in a folder"
+            Strategy::Steps(steps) if steps.names == Names::Own && ranks > 1 => {
+                return Err(unsupported(
+                    format!("{} has {ranks} ranks, and without {FLAG}=1 each takes parameters of its own shards", self.http.url()),
+                    "start FastDeploy with that variable, or with --tensor-parallel-size 1",
+                ));
             }
+            Strategy::Steps(steps) if (steps.by == By::Folder || steps.names == Names::Own) && !steps.folder.is_dir() => {
+                return Err(unsupported(
+                    format!("the server reads steps from {}, which is not seen from here", steps.folder.display()),
+                    "give the agent that folder at the same path (a volume that both mount)",
+                ));
+            }
+            Strategy::Steps(steps) if steps.by == By::Memory => "update_weights, from the agent's memory",
+            Strategy::Steps(_) => "update_weights, steps in a folder",
             Strategy::Snapshot | Strategy::Unseen if ranks > 1 => {
                 return Err(unsupported(
                     format!("{} has {ranks} ranks, each of which reads a snapshot of its own shards", self.http.url()),
@@ -311,10 +334,11 @@ impl Server for Fastdeploy {
     }
 
     fn fits(&self, served: &Path, tensors: &[TensorSpec], ignored: &IgnoredTensors) -> Result<Fit, EngineError> {
-        if matches!(self.strategy(), Strategy::AsyncIpc(_) | Strategy::Steps(_)) {
-            return fit::check(served, tensors, ignored);
-        }
-        let parameters = Snapshot::find(served)?.specs()?;
+        let parameters = match self.strategy() {
+            Strategy::Steps(steps) if steps.names == Names::Own => steps.own_parameters(served)?,
+            Strategy::AsyncIpc(_) | Strategy::Steps(_) => return fit::check(served, tensors, ignored),
+            _ => Snapshot::find(served)?.specs()?,
+        };
         fit::compare_parameters(&parameters, tensors, ignored)?;
         let other = tensors.iter().find(|tensor| parameters.iter().any(|each| each.name == tensor.name && each.dtype != tensor.dtype));
         match other {
@@ -327,19 +351,27 @@ impl Server for Fastdeploy {
     }
 
     fn readable(&self, served: &Path) -> Result<u64, String> {
-        if matches!(self.strategy(), Strategy::AsyncIpc(_) | Strategy::Steps(_)) {
-            return fit::readable(served);
-        }
-        let parameters = Snapshot::find(served).and_then(|snapshot| snapshot.specs()).map_err(|error| error.to_string())?;
+        let parameters = match self.strategy() {
+            Strategy::Steps(steps) if steps.names == Names::Own => steps.own_parameters(served),
+            Strategy::AsyncIpc(_) | Strategy::Steps(_) => return fit::readable(served),
+            _ => Snapshot::find(served).and_then(|snapshot| snapshot.specs()),
+        };
+        let parameters = parameters.map_err(|error| error.to_string())?;
         let bytes = |tensor: &TensorSpec| tensor.dtype.tensor_bytes(&tensor.shape).unwrap_or(0);
         Ok(parameters.iter().fold(0, |sum, tensor| sum.saturating_add(bytes(tensor))))
     }
 
     async fn stage(&self, from: &Path, until: Until) -> Result<Option<PathBuf>, EngineError> {
         let from = from.to_owned();
-        if let Strategy::Steps(folder) = self.strategy() {
-            let owner = self.owner.clone();
-            let step = of_files(folder.clone(), until, move || Step::lay(&folder, &owner, &from)).await?;
+        if let Strategy::Steps(steps) = self.strategy() {
+            if steps.by == By::Memory {
+                // Only its start step is staged like this, and the server finds that by itself.
+                *self.step.lock() = None;
+                return Ok(None);
+            }
+            let (owner, folder) = (self.owner.clone(), steps.folder.clone());
+            let lay = move || if from.parent() == Some(&folder) { Step::there(&from) } else { Step::lay(&folder, &owner, &from) };
+            let step = of_files(steps.folder, until, lay).await?;
             *self.step.lock() = Some(step.clone());
             return Ok(Some(step.directory));
         }
@@ -352,8 +384,8 @@ impl Server for Fastdeploy {
     /// The snapshot is replaced, and read. Both tags sleep one by one, then both wake in one call, because a call with two tags ends at the
     /// first that has nothing to do. The engine then resumes by itself, so it is paused at once, until it was checked.
     async fn load(&self, _: &Path, until: Until) -> Result<(), EngineError> {
-        if matches!(self.strategy(), Strategy::Steps(_)) {
-            return self.update(until).await;
+        if let Strategy::Steps(steps) = self.strategy() {
+            return self.update(steps.names, until).await;
         }
         let switched = self.of_snapshot(until, |snapshot| {
             snapshot
@@ -399,9 +431,14 @@ impl Server for Fastdeploy {
         self.control("/v1/pause", until).await
     }
 
-    /// The snapshot from before the first version, if it was kept.
+    /// The snapshot from before the first version, if it was kept; of a server that takes its own parameters, the step that it started with.
     async fn startup_checkpoint(&self, until: Until) -> Result<String, EngineError> {
         let directory = self.model_directory(until).await?;
+        if let Strategy::Steps(steps) = self.strategy()
+            && steps.names == Names::Own
+        {
+            return Ok(steps.start(&directory).to_string_lossy().into_owned());
+        }
         let kept = snapshot::kept(&directory);
         Ok(if kept.is_dir() { kept } else { directory }.to_string_lossy().into_owned())
     }
@@ -409,10 +446,30 @@ impl Server for Fastdeploy {
     async fn device_route(&self, _: PausePolicy, _: KvCachePolicy, _: Option<&Path>, _: Until) -> Result<DeviceRoute, EngineError> {
         match self.strategy() {
             Strategy::AsyncIpc(_) => Ok(DeviceRoute { name: "ipc_async", gpus: Vec::new(), gated: true, why_not_faster: None }),
+            Strategy::StepsOrTrainers => Err(flag_unseen()),
             Strategy::Other(strategy) => Err(no_way(&strategy)),
+            Strategy::Steps(steps) if steps.by == By::Memory => {
+                Err(unsupported("FastDeploy reads its agent's host memory as it was started".into(), "give the agent memory for a version"))
+            }
             Strategy::Snapshot | Strategy::Steps(_) | Strategy::Unseen => {
                 Err(unsupported("FastDeploy reads files as it was started".into(), "it is fed from a directory"))
             }
+        }
+    }
+
+    async fn host_route(&self, _: Until) -> Result<&'static str, EngineError> {
+        match self.strategy() {
+            Strategy::Steps(steps) if steps.by == By::Memory => Ok("checkpoint_transfer"),
+            _ => Err(no_host_route(KIND)),
+        }
+    }
+
+    async fn open_host_feed(&self, job: &HostJob, _: Until) -> Result<Box<dyn HostFeed>, EngineError> {
+        match self.strategy() {
+            Strategy::Steps(steps) if steps.by == By::Memory => {
+                Ok(Box::new(Stream::open(self.http.clone(), job, self.ranks(), steps.names == Names::Checkpoint)?))
+            }
+            _ => Err(no_host_route(KIND)),
         }
     }
 

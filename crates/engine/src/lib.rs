@@ -38,6 +38,7 @@ mod sglang;
 mod start;
 mod unproven;
 mod vllm;
+mod workers;
 
 use std::path::PathBuf;
 use std::sync::Arc;

@@ -1,7 +1,8 @@
 //! The engine's process, if this agent can see it: its start and its command line.
 //!
 //! GPU memory passes only between processes that see each other. So if an engine can be fed from it, `/proc` shows its process as well.
-//! Decides by the command line which process serves a port; reads neither its memory nor its environment.
+//! Decides by the command line which process serves a port. Of its environment it reads single variables by name, where the kernel shows
+//! them (to the same user, and to root); never its memory.
 
 use std::path::Path;
 
@@ -18,6 +19,14 @@ impl EngineProcess {
     /// Whether it still runs; cheaper than another search.
     pub(super) fn runs(&self, proc: &Path) -> bool {
         started(&proc.join(self.pid.to_string())).is_some_and(|ticks| self.start == format!("{}@{ticks}", self.pid))
+    }
+
+    /// A variable of the environment that it was started with: `Some(None)` if it has none of that name, `None` if that is not seen.
+    #[allow(clippy::option_option)]
+    pub(super) fn variable(&self, proc: &Path, name: &str) -> Option<Option<String>> {
+        let environment = std::fs::read(proc.join(self.pid.to_string()).join("environ")).ok()?;
+        let named = |entry: &[u8]| Some(String::from_utf8_lossy(entry).strip_prefix(name)?.strip_prefix('=')?.to_owned());
+        Some(environment.split(|byte| *byte == 0).find_map(named))
     }
 
     pub(super) fn has(&self, option: &str) -> bool {

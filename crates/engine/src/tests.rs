@@ -7,6 +7,7 @@ mod draft;
 mod external;
 mod failures;
 mod fastdeploy;
+mod fastdeploy_memory;
 mod fuzz;
 mod gpu;
 mod group;

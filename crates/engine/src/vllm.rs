@@ -12,12 +12,8 @@ mod device;
 mod draft;
 mod gpus;
 mod group;
-mod hello;
-mod listening;
-mod progress;
 mod session;
 mod sleep;
-mod workers;
 
 use std::path::Path;
 use std::sync::Arc;

@@ -1,7 +1,11 @@
 //! The workers of one server on the socket of their agent: messages to them, and the progress of each.
 //!
 //! Lines of JSON in both directions. Host memory is passed with the first one, so it needs no path that both can see. Decides what counts
-//! as a worker's failure; its consequences are decided elsewhere.
+//! as a worker's failure; its consequences are decided elsewhere. The other end is `python/weightsync/_feed.py`.
+
+pub(crate) mod hello;
+pub(crate) mod listening;
+pub(crate) mod progress;
 
 use std::collections::BTreeMap;
 use std::io::{self, IoSlice};
@@ -17,13 +21,15 @@ use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 
-use super::hello::{Hello, Parts, Rules};
-use super::progress::{Progress, Rank, Step, reached};
+use self::hello::{Hello, Parts, Rules};
+use self::progress::{Progress, Rank, Step, reached};
 use crate::EngineError;
 use crate::host::{HostBucket, HostMemory};
 use crate::http::Until;
 use weightsync_core::weights::Section;
 
+/// Version of the lines on the socket, and of what workers are given to find it.
+pub(crate) const PROTOCOL: u32 = 1;
 /// Longest line of a worker, in bytes.
 const LONGEST_LINE: u64 = 64 << 10;
 /// Most lines in a worker's queue.
@@ -31,7 +37,7 @@ const WAITING: usize = 64;
 
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub(super) enum Said {
+pub(crate) enum Said {
     Hello(Hello),
     /// The digests of this bucket agree.
     Verified(u32),
@@ -42,14 +48,14 @@ pub(super) enum Said {
 }
 
 /// The first line to every worker.
-pub(super) struct Opening<'a> {
-    pub(super) line: String,
+pub(crate) struct Opening<'a> {
+    pub(crate) line: String,
     /// Passed with it.
-    pub(super) memory: Option<&'a HostMemory>,
+    pub(crate) memory: Option<&'a HostMemory>,
 }
 
 /// All workers of a server. Dropping it closes their sockets, which they see at once.
-pub(super) struct Workers {
+pub(crate) struct Workers {
     url: String,
     lines: Vec<mpsc::Sender<String>>,
     gpus: Vec<String>,
@@ -60,7 +66,7 @@ pub(super) struct Workers {
 
 impl Workers {
     /// Sends the first line to all connected workers, with the memory if there is any.
-    pub(super) async fn open(
+    pub(crate) async fn open(
         url: String,
         there: BTreeMap<u32, (Hello, Parts)>,
         opening: Opening<'_>,
@@ -86,7 +92,7 @@ impl Workers {
         Ok(Self { url, lines, gpus, progress, left_open, tasks })
     }
 
-    pub(super) fn line(bucket: &HostBucket) -> String {
+    pub(crate) fn line(bucket: &HostBucket) -> String {
         let tensor = |tensor: &crate::HostTensor| {
             json!([tensor.spec.name, tensor.spec.dtype.name(), tensor.spec.shape, tensor.offset, tensor.bytes, tensor.digest])
         };
@@ -97,7 +103,7 @@ impl Workers {
     }
 
     /// Sends a line to every worker; waits while one has not taken earlier ones. The caller must add a deadline.
-    pub(super) fn tell(&self, line: String) -> impl Future<Output = Result<(), EngineError>> + Send + use<> {
+    pub(crate) fn tell(&self, line: String) -> impl Future<Output = Result<(), EngineError>> + Send + use<> {
         let lines = self.lines.clone();
         async move {
             for worker in lines {
@@ -109,7 +115,7 @@ impl Workers {
     }
 
     /// The same with a separate line for each worker, in the order of ranks.
-    pub(super) fn tell_each(&self, each: Vec<String>) -> impl Future<Output = Result<(), EngineError>> + Send + use<> {
+    pub(crate) fn tell_each(&self, each: Vec<String>) -> impl Future<Output = Result<(), EngineError>> + Send + use<> {
         let lines = self.lines.clone();
         async move {
             for (worker, line) in lines.into_iter().zip(each) {
@@ -120,12 +126,12 @@ impl Workers {
     }
 
     /// UUIDs of their GPUs, in the order of ranks; empty texts for workers without one.
-    pub(super) fn gpus(&self) -> impl Iterator<Item = &str> {
+    pub(crate) fn gpus(&self) -> impl Iterator<Item = &str> {
         self.gpus.iter().map(String::as_str)
     }
 
     /// Waits until every worker has checked so many buckets. The caller must add a deadline.
-    pub(super) fn verified(&self, buckets: u32) -> impl Future<Output = Result<(), EngineError>> + Send + use<> {
+    pub(crate) fn verified(&self, buckets: u32) -> impl Future<Output = Result<(), EngineError>> + Send + use<> {
         let progress = self.progress.clone();
         async move {
             reached(progress, move |progress| progress.verified() >= buckets).await;
@@ -134,7 +140,7 @@ impl Workers {
     }
 
     /// Waits until every worker took more than so many buckets. Returns the number. The caller must add a deadline.
-    pub(super) fn taken(&self, more_than: u32) -> impl Future<Output = Result<u32, EngineError>> + Send + use<> {
+    pub(crate) fn taken(&self, more_than: u32) -> impl Future<Output = Result<u32, EngineError>> + Send + use<> {
         let progress = self.progress.clone();
         async move {
             reached(progress.clone(), move |progress| progress.taken() > more_than).await;
@@ -144,13 +150,13 @@ impl Workers {
     }
 
     /// Whether one of them is in a session that another client left open.
-    pub(super) fn left_open(&self) -> bool {
+    pub(crate) fn left_open(&self) -> bool {
         self.left_open
     }
 
     /// Waits until every worker took that step of a session, counted from 1 (0: one that another client left open). The caller must add a
     /// deadline.
-    pub(super) fn did(&self, session: u32, step: Step) -> impl Future<Output = Result<(), EngineError>> + Send + use<> {
+    pub(crate) fn did(&self, session: u32, step: Step) -> impl Future<Output = Result<(), EngineError>> + Send + use<> {
         let progress = self.progress.clone();
         async move {
             reached(progress, move |progress| progress.did(session, step)).await;
@@ -158,32 +164,50 @@ impl Workers {
         }
     }
 
-    pub(super) fn taken_by_all(&self) -> u32 {
+    pub(crate) fn taken_by_all(&self) -> u32 {
         self.progress.borrow().taken()
     }
 
-    /// Waits until a worker reports a failure, or is lost.
-    pub(super) fn failed(&self) -> impl Future<Output = EngineError> + Send + use<> {
+    /// Runs until it is done, or a worker reports a failure.
+    pub(crate) async fn watching<T>(&self, until: Until, done: impl Future<Output = Result<T, EngineError>>) -> Result<T, EngineError> {
+        tokio::select! {
+            biased;
+            done = done => done,
+            why = self.failed() => Err(why),
+            () = tokio::time::sleep(until.left()) => Err(EngineError::Timeout { url: self.url.clone(), deadline: until.total() }),
+        }
+    }
+
+    /// Notifies every worker that no bucket follows the `reported` ones.
+    pub(crate) async fn no_more(&self, reported: u32, until: Until) -> Result<(), EngineError> {
+        let line = format!("{}\n", json!({"event": "end", "buckets": reported}));
+        self.watching(until, self.tell(line)).await
+    }
+
+    /// Waits until a worker reports a failure, or is lost. Pending where all of them have closed after their last step.
+    pub(crate) fn failed(&self) -> impl Future<Output = EngineError> + Send + use<> {
         let (mut progress, url) = (self.progress.clone(), self.url.clone());
         async move {
             let failed = progress.wait_for(|progress| progress.failure.is_some()).await;
-            let why = failed.ok().and_then(|progress| progress.failure.clone());
-            EngineError::NotSuccess { url, body: why.unwrap_or_else(|| "its workers are gone".into()) }
+            match failed.ok().and_then(|progress| progress.failure.clone()) {
+                Some(body) => EngineError::NotSuccess { url, body },
+                None => std::future::pending().await,
+            }
         }
     }
 
     /// Converts a failure of theirs into our error.
-    pub(super) fn error(&self, body: String) -> EngineError {
+    pub(crate) fn error(&self, body: String) -> EngineError {
         EngineError::NotSuccess { url: self.url.clone(), body }
     }
 
-    pub(super) fn close(&mut self) {
+    pub(crate) fn close(&mut self) {
         self.lines.clear();
         self.tasks.abort_all();
     }
 }
 
-pub(super) async fn next(reader: &mut BufReader<OwnedReadHalf>) -> Result<Said, String> {
+pub(crate) async fn next(reader: &mut BufReader<OwnedReadHalf>) -> Result<Said, String> {
     let mut line = Vec::new();
     let read = reader.take(LONGEST_LINE).read_until(b'\n', &mut line).await;
     match read {

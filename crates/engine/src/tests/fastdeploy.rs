@@ -9,7 +9,7 @@ use tokio::time::timeout;
 
 use super::gpu::GpuBench;
 use super::support::{Bench, HOUR, SNAPSHOT, SOON, adapter, held, post, until, write_checkpoint};
-use crate::fastdeploy::steps::Step;
+use crate::fastdeploy::steps::Wanted;
 use crate::{EngineError, Holding, InstallJob, Left, Settling};
 use weightsync_core::protocol::{KvCachePolicy, PausePolicy};
 use weightsync_testkit::simulator::{Faults, LoadFault, SimulatorOptions};
@@ -162,8 +162,8 @@ async fn impossible_policy_is_refused_with_a_possible_setting() {
 async fn rdma_only_steps_are_refused_with_the_reason() {
     for (words, named) in [
         (&["--dynamic-load-weight", "--load_strategy", "rsync"][..], "checkpoint_transfer, a library that is not public"),
-        (&["--dynamic-load-weight", "--load-strategy=ipc"], "memory in place"),
-        (&["--dynamic-load-weight", "--load_strategy", "ipc", "--rsync_config", r#"{"transfer_mode": "gdr"}"#], "memory in place"),
+        (&["--dynamic-load-weight", "--load-strategy=ipc"], "trainer's own memory"),
+        (&["--dynamic-load-weight", "--load_strategy", "ipc", "--rsync_config", r#"{"transfer_mode": "gdr"}"#], "trainer's own memory"),
         (&["--dynamic-load-weight"], "without a --load_strategy"),
         (&["--load_strategy", "ipc_snapshot"], "--dynamic-load-weight"),
         (&["--dynamic-load-weight", "--load_strategy", "ipc_snapshot", "--tensor-parallel-size", "2"], "its own shards"),
@@ -293,10 +293,10 @@ async fn a_step_that_failed_is_streamed_once_more() {
 
 #[test]
 fn an_answer_of_a_rank_less_or_a_tensor_less_is_no_success() {
-    let step = Step { directory: "/steps/weightsync-1".into(), tensors: 2 };
+    let wanted = Wanted { name: Some("weightsync-1"), tensors: Some(2), ranks: 2 };
     let rank = |version: &str, count: u64| json!({"version": version, "update_count": count});
     let ours = || rank("weightsync-1", 2);
-    step.was_taken(&json!({"result": [ours(), ours()]}), 2).unwrap();
+    wanted.was_taken(&json!({"result": [ours(), ours()]})).unwrap();
     for (result, named) in [
         (json!(null), "0 of 2 ranks answered"),
         (json!([ours()]), "1 of 2 ranks answered"),
@@ -304,7 +304,7 @@ fn an_answer_of_a_rank_less_or_a_tensor_less_is_no_success() {
         (json!([rank("weightsync-1", 1), ours()]), "rank 0 took 1 tensors of the 2"),
         (json!([ours(), {"version": "weightsync-1"}]), "rank 1 took no number of tensors"),
     ] {
-        let refused = step.was_taken(&json!({"result": result}), 2).unwrap_err();
+        let refused = wanted.was_taken(&json!({"result": result})).unwrap_err();
         assert!(refused.contains(named), "{refused}");
     }
 }

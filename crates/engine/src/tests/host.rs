@@ -20,7 +20,7 @@ use weightsync_testkit::simulator::{Fault, FaultRule, Faults, LoadFault, Simulat
 pub(super) struct Version {
     checkpoint: Checkpoint,
     pub(super) layout: Arc<Layout>,
-    memory: File,
+    pub(super) memory: File,
     number: u64,
 }
 

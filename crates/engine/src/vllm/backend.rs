@@ -8,13 +8,13 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 
-use super::hello::Rules;
-use super::session::{CONNECT, Session, init};
-use super::workers::Workers;
+use super::session::{CONNECT, OTHERWISE, Session, init};
 use crate::EngineError;
 use crate::host::{HostBucket, HostDigest, HostJob};
 use crate::host_feed::HostFeed;
 use crate::http::{EngineHttp, Until};
+use crate::workers::Workers;
+use crate::workers::hello::Rules;
 use weightsync_core::weights::Section;
 
 pub(super) struct Backend {
@@ -29,7 +29,7 @@ impl Backend {
     /// Makes every worker connect and gives it the memory.
     pub(super) async fn open(http: Arc<EngineHttp>, job: &HostJob, ranks: u32, until: Until) -> Result<Self, EngineError> {
         let (listening, token) = init(&http, ranks, until).await?;
-        let rules = Rules { token: token.clone(), draft: job.layout.has_draft(), silence: job.silence };
+        let rules = Rules { token: token.clone(), draft: job.layout.has_draft(), otherwise: OTHERWISE, silence: job.silence };
         let (workers, digest) = listening.with_memory(&rules, &job.memory, until.at_most(job.silence.min(CONNECT))).await?;
         Ok(Self { session: Session::new(http, workers, token, job.terms.timeout), digest, draft_from: None, reported: 0 })
     }
@@ -57,7 +57,7 @@ impl HostFeed for Backend {
 
     async fn bucket(&mut self, bucket: &HostBucket, until: Until) -> Result<(), EngineError> {
         let reported = self.session.workers.tell(Workers::line(bucket));
-        self.session.watching(until, reported).await?;
+        self.session.workers.watching(until, reported).await?;
         if bucket.section() == Section::Draft {
             self.draft_from.get_or_insert(bucket.sequence);
         }
@@ -74,13 +74,13 @@ impl HostFeed for Backend {
         if self.draft_from.is_some_and(|first| more_than >= first) {
             self.turn_to_draft(until).await?;
         }
-        self.session.watching(until, self.session.workers.taken(more_than)).await
+        self.session.workers.watching(until, self.session.workers.taken(more_than)).await
     }
 
     async fn end(&mut self, silence: Duration, until: Until) -> Result<(), EngineError> {
-        self.session.no_more(self.reported, until.at_most(silence)).await?;
+        self.session.workers.no_more(self.reported, until.at_most(silence)).await?;
         for each in 1..=self.reported {
-            self.session.watching(until.at_most(silence), self.session.workers.verified(each)).await?;
+            self.session.workers.watching(until.at_most(silence), self.session.workers.verified(each)).await?;
         }
         Ok(())
     }

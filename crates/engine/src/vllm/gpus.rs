@@ -11,12 +11,12 @@ use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use serde_json::json;
 
-use super::hello::Rules;
-use super::session::{CONNECT, Session, init};
+use super::session::{CONNECT, OTHERWISE, Session, init};
 use crate::EngineError;
 use crate::device::{DeviceBucket, Released};
 use crate::feed::{Feed, FeedJob, pieces};
 use crate::http::{EngineHttp, Until};
+use crate::workers::hello::Rules;
 use weightsync_core::weights::Layout;
 
 pub(super) struct Gpus {
@@ -30,7 +30,7 @@ impl Gpus {
     pub(super) async fn open(http: Arc<EngineHttp>, job: &FeedJob<'_>, ranks: u32, until: Until) -> Result<Self, EngineError> {
         let job = job.job;
         let (listening, token) = init(&http, ranks, until).await?;
-        let rules = Rules { token: token.clone(), draft: job.layout.has_draft(), silence: job.silence };
+        let rules = Rules { token: token.clone(), draft: job.layout.has_draft(), otherwise: OTHERWISE, silence: job.silence };
         let workers = listening.on_gpus(&rules, until.at_most(job.silence.min(CONNECT))).await?;
         Ok(Self { session: Session::new(http, workers, token, job.terms.timeout), layout: job.layout.clone(), reported: 0 })
     }
@@ -66,8 +66,8 @@ impl Feed for Gpus {
             self.session.end_what_was_left(until).await?;
             self.session.start("/start_weight_update", until).await?;
         }
-        self.session.watching(until, self.session.workers.tell_each(lines)).await?;
-        self.session.watching(until, self.session.workers.taken(self.reported)).await?;
+        self.session.workers.watching(until, self.session.workers.tell_each(lines)).await?;
+        self.session.workers.watching(until, self.session.workers.taken(self.reported)).await?;
         self.reported = bucket.bucket.sequence.saturating_add(1);
         Ok(Released::Now)
     }
@@ -77,7 +77,7 @@ impl Feed for Gpus {
     }
 
     async fn close(&mut self, until: Until) -> Result<(), EngineError> {
-        self.session.no_more(self.reported, until).await?;
+        self.session.workers.no_more(self.reported, until).await?;
         self.session.finish(self.reported, until).await?;
         self.session.forget_encoded(until).await
     }

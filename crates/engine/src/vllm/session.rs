@@ -12,16 +12,16 @@ use std::time::Duration;
 use serde_json::{Value, json};
 use tokio::task::JoinHandle;
 
-use super::listening::Listening;
-use super::progress::Step;
-use super::workers::Workers;
 use crate::EngineError;
 use crate::http::{EngineHttp, Until};
+use crate::workers::listening::Listening;
+use crate::workers::progress::Step;
+use crate::workers::{PROTOCOL, Workers};
 
-/// Version of the lines on the socket and of the fields of init, as `python/weightsync/_feed.py` has it.
-const PROTOCOL: u32 = 1;
 /// Name of the back end, and of its route.
 pub(super) const WAY: &str = "weightsync";
+/// What to do where its workers do not read memory.
+pub(super) const OTHERWISE: &str = "it is fed from a directory";
 /// Longest wait for workers to connect.
 pub(super) const CONNECT: Duration = Duration::from_secs(20);
 /// Longest wait for the end of a failed session.
@@ -69,28 +69,10 @@ impl Session {
         self.number
     }
 
-    /// Runs until it is done, or a worker reports a failure.
-    pub(super) async fn watching<T>(&self, until: Until, done: impl Future<Output = Result<T, EngineError>>) -> Result<T, EngineError> {
-        tokio::select! {
-            biased;
-            done = done => done,
-            why = self.workers.failed() => Err(why),
-            () = tokio::time::sleep(until.left()) => {
-                Err(EngineError::Timeout { url: self.http.url().to_owned(), deadline: until.total() })
-            }
-        }
-    }
-
-    /// Notifies every worker that no bucket follows the `reported` ones.
-    pub(super) async fn no_more(&self, reported: u32, until: Until) -> Result<(), EngineError> {
-        let line = format!("{}\n", json!({"event": "end", "buckets": reported}));
-        self.watching(until, self.workers.tell(line)).await
-    }
-
     /// Makes a call and waits until every worker confirms the step.
     async fn step(&self, path: &str, step: Step, until: Until) -> Result<(), EngineError> {
         call(&self.http, path, Some(&json!({})), until).await?;
-        self.watching(until, self.workers.did(self.number, step)).await
+        self.workers.watching(until, self.workers.did(self.number, step)).await
     }
 
     /// Ends a session that an earlier incarnation of an agent left open, if there is one.
@@ -114,7 +96,7 @@ impl Session {
         let mut update = self.update.take();
         tokio::select! {
             biased;
-            done = self.watching(until, self.workers.did(self.number, Step::Updated)) => done?,
+            done = self.workers.watching(until, self.workers.did(self.number, Step::Updated)) => done?,
             error = lost(&mut update) => return Err(error),
         }
         let taken = self.workers.taken_by_all();

@@ -1,7 +1,7 @@
 //! The socket to which the workers of one server connect, and which workers are admitted.
 //!
 //! Its name is abstract and valid for one install. A client must present the token, which only the server received. Decides whether all
-//! ranks are connected, their devices, and their common capabilities; never the later messages ([`super::workers`]).
+//! ranks are connected, their devices, and their common capabilities; never the later messages ([`super`]).
 
 use std::collections::BTreeMap;
 use std::os::linux::net::SocketAddrExt;
@@ -12,7 +12,7 @@ use serde_json::json;
 use tokio::net::UnixListener;
 
 use super::hello::{Hello, Parts, Rules};
-use super::workers::{Opening, Said, Workers, next};
+use super::{Opening, Said, Workers, next};
 use crate::EngineError;
 use crate::host::{HostDigest, HostMemory};
 use crate::http::Until;
@@ -30,7 +30,7 @@ enum Where {
     Gpus,
 }
 
-pub(super) struct Listening {
+pub(crate) struct Listening {
     url: String,
     name: String,
     ranks: u32,
@@ -38,24 +38,24 @@ pub(super) struct Listening {
 }
 
 impl Listening {
-    pub(super) fn new(url: &str, ranks: u32) -> Result<Self, EngineError> {
+    pub(crate) fn new(url: &str, ranks: u32) -> Result<Self, EngineError> {
         let name = format!("{PREFIX}{}", uuid::Uuid::new_v4().simple());
         let bound = SocketAddr::from_abstract_name(name.as_bytes()).and_then(|address| StdListener::bind_addr(&address));
         let bound = bound.and_then(|listener| listener.set_nonblocking(true).and_then(|()| UnixListener::from_std(listener)));
         let listener = bound.map_err(|cause| EngineError::Unsupported {
             what: format!("no socket can be made for the server's workers: {cause}"),
-            next_step: "it is fed from a directory".into(),
+            next_step: "look at the limits of the agent's container".into(),
         })?;
         Ok(Self { url: url.to_owned(), name, ranks, listener })
     }
 
     /// Abstract name, without its leading NUL.
-    pub(super) fn name(&self) -> &str {
+    pub(crate) fn name(&self) -> &str {
         &self.name
     }
 
     /// Waits for all ranks, chooses a digest, and passes the memory.
-    pub(super) async fn with_memory(self, rules: &Rules, memory: &HostMemory, until: Until) -> Result<(Workers, HostDigest), EngineError> {
+    pub(crate) async fn with_memory(self, rules: &Rules, memory: &HostMemory, until: Until) -> Result<(Workers, HostDigest), EngineError> {
         let there = self.all(rules, Where::Host, until).await?;
         let can = |digest: HostDigest| there.values().all(|(hello, _)| hello.can(digest.name()));
         let Some(digest) = [HostDigest::Xxh3_128, HostDigest::Blake3].into_iter().find(|digest| can(*digest)) else {
@@ -69,7 +69,7 @@ impl Listening {
     }
 
     /// Waits for all ranks, which copy from memory of their own GPUs.
-    pub(super) async fn on_gpus(self, rules: &Rules, until: Until) -> Result<Workers, EngineError> {
+    pub(crate) async fn on_gpus(self, rules: &Rules, until: Until) -> Result<Workers, EngineError> {
         let there = self.all(rules, Where::Gpus, until).await?;
         let line = format!("{}\n", json!({"event": "gpu", "digest": ON_GPUS, "silence": rules.silence.as_secs_f64()}));
         Workers::open(self.url, there, Opening { line, memory: None }, rules, until).await
@@ -81,7 +81,7 @@ impl Listening {
             let missing = || (0..self.ranks).filter(|rank| !there.contains_key(rank)).map(|rank| rank.to_string()).collect::<Vec<_>>();
             let Ok(met) = tokio::time::timeout(until.left(), self.one(rules, bytes)).await else {
                 let what = format!("rank {} did not connect to its agent", missing().join(", "));
-                let next_step = "its workers must run in the agent's pod; it is fed from a directory".into();
+                let next_step = format!("its workers must run in the agent's pod; {}", rules.otherwise);
                 return Err(EngineError::Unsupported { what, next_step });
             };
             if let Some((hello, socket)) = met? {
@@ -123,10 +123,10 @@ impl Hello {
         match bytes {
             Where::Host if device != "cpu" => {
                 let what = format!("rank {rank} computes on {device:?}, and shared memory of the host is for CPU");
-                return refused(what, "it is fed from a directory");
+                return refused(what, rules.otherwise);
             }
             Where::Gpus if device != "cuda" => {
-                return refused(format!("rank {rank} computes on {device:?} and not on a GPU"), "it is fed from a directory");
+                return refused(format!("rank {rank} computes on {device:?} and not on a GPU"), rules.otherwise);
             }
             Where::Gpus if self.gpu.is_none() || !self.can(ON_GPUS) => {
                 let what = format!("the package weightsync of rank {rank} does not support GPU memory");

@@ -10,7 +10,7 @@ use tokio::sync::watch;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub(super) enum Step {
+pub(crate) enum Step {
     /// An earlier open session has ended.
     Ended,
     /// Layers are disassembled.
@@ -22,37 +22,37 @@ pub(super) enum Step {
 }
 
 #[derive(Debug, Clone, Default)]
-pub(super) struct Rank {
-    pub(super) verified: u32,
-    pub(super) taken: u32,
-    pub(super) did: Option<Step>,
+pub(crate) struct Rank {
+    pub(crate) verified: u32,
+    pub(crate) taken: u32,
+    pub(crate) did: Option<Step>,
     /// Sessions that were started: the second one is the draft model's.
-    pub(super) sessions: u32,
+    pub(crate) sessions: u32,
 }
 
 #[derive(Debug, Clone, Default)]
-pub(super) struct Progress {
-    pub(super) ranks: BTreeMap<u32, Rank>,
-    pub(super) failure: Option<String>,
+pub(crate) struct Progress {
+    pub(crate) ranks: BTreeMap<u32, Rank>,
+    pub(crate) failure: Option<String>,
 }
 
 impl Progress {
-    pub(super) fn verified(&self) -> u32 {
+    pub(crate) fn verified(&self) -> u32 {
         self.ranks.values().map(|rank| rank.verified).min().unwrap_or(0)
     }
 
-    pub(super) fn taken(&self) -> u32 {
+    pub(crate) fn taken(&self) -> u32 {
         self.ranks.values().map(|rank| rank.taken).min().unwrap_or(0)
     }
 
     /// Whether every rank took that step of a session, counted from 1 (0: one that another client left open).
-    pub(super) fn did(&self, session: u32, step: Step) -> bool {
+    pub(crate) fn did(&self, session: u32, step: Step) -> bool {
         self.ranks.values().all(|rank| rank.sessions >= session && rank.did >= Some(step))
     }
 }
 
 /// Waits for progress; pending without end if it can never come.
-pub(super) async fn reached(mut progress: watch::Receiver<Progress>, far: impl FnMut(&Progress) -> bool) {
+pub(crate) async fn reached(mut progress: watch::Receiver<Progress>, far: impl FnMut(&Progress) -> bool) {
     if progress.wait_for(far).await.is_err() {
         std::future::pending::<()>().await;
     }

@@ -57,6 +57,8 @@ pub struct FastdeployOptions {
     pub mtp_chunk: usize,
     /// Where the workers connect for the message of pull request 7472 (`{rank}` is the rank's number); none: the server does not carry it.
     pub async_ipc: Option<String>,
+    /// Tensors of a step from memory after which a worker's loader fails.
+    pub stops_after: Option<usize>,
     /// What the engine waits for its workers.
     pub worker_timeout: Duration,
 }
@@ -75,6 +77,7 @@ impl Default for FastdeployOptions {
             mtp_layers: (0, 0),
             mtp_chunk: 16,
             async_ipc: None,
+            stops_after: None,
             worker_timeout: Duration::from_secs(60),
         }
     }

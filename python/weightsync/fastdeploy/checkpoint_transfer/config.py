@@ -1,4 +1,4 @@
-"""How a worker is configured: the names that FastDeploy imports, and the one field of ours.
+"""How a worker is configured: the names that FastDeploy imports, and the two fields of ours.
 
 FastDeploy fills the fields that it knows and passes on those of `--rsync_config` that are fields here; all others it drops.
 """
@@ -28,8 +28,10 @@ class TransferConfig:
 
     role: Role
     global_rank: int
-    """Its number among all workers of all servers."""
+    """Its number among all workers of all servers, or of its GPU with IPC."""
     group_size: int
     phase1_backend: Phase1Backend
     directory: str = ""
     """Folder of the steps: the field `directory` of `--rsync_config`, an absolute path."""
+    updates: str = "folder"
+    """Where the agent's steps come from: `folder`, or `memory` for its own. The step that the server starts with is in the folder."""

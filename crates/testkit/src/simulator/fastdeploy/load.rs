@@ -15,6 +15,7 @@ use zeromq::{RepSocket, Socket, SocketRecv, SocketSend};
 
 use super::{Fastdeploy, RankSeen};
 use crate::simulator::faults::LoadFault;
+use crate::simulator::feed::{Arrived, Feed};
 use crate::simulator::front::Front;
 use crate::simulator::served::{Served, read_file};
 use crate::simulator::tensors::{Taken, field, number, shape, text};
@@ -223,6 +224,9 @@ fn resolve(state: &Fastdeploy, version: Option<String>) -> Result<String, String
 
 /// What the library streams, played from a folder. It is not public; what it says of an unknown version is made up.
 async fn stream(state: &Fastdeploy, version: &str) -> Result<Vec<Taken>, String> {
+    if let Some(place) = version.strip_prefix("weightsync-memory:1:") {
+        return from_memory(state, place).await;
+    }
     let Some(published) = &state.options.transfer else { return Err("No module named 'checkpoint_transfer'".into()) };
     let plain = Path::new(version).components().count() == 1 && !version.starts_with('.');
     let checkpoint = published.join(version);
@@ -234,6 +238,44 @@ async fn stream(state: &Fastdeploy, version: &str) -> Result<Vec<Taken>, String>
     files.retain(|file| file.extension().is_some_and(|end| end == "safetensors"));
     files.sort();
     read(files).await
+}
+
+/// A step that the agent shares from its memory (`python/weightsync/fastdeploy/checkpoint_transfer/memory.py`), taken by every rank. What the
+/// server serves is the first rank's.
+async fn from_memory(state: &Fastdeploy, place: &str) -> Result<Vec<Taken>, String> {
+    let place = place.split_once(':').ok_or("ValueError: not enough values to unpack")?;
+    let ranks = u32::try_from(state.gpus.uuids.len()).map_err(|error| error.to_string())?;
+    let digests = ["xxh3-128".to_owned()];
+    let connect = |rank| Feed::connect(place, (rank, ranks), &digests, false, None);
+    let feeds = (0..ranks).map(connect).collect::<Result<Vec<_>, _>>()?;
+    let taken = feeds.into_iter().map(|feed| take_all(state, feed));
+    let mut taken = futures::future::try_join_all(taken).await?;
+    Ok(taken.swap_remove(0))
+}
+
+async fn take_all(state: &Fastdeploy, mut feed: Feed) -> Result<Vec<Taken>, String> {
+    feed.did("started");
+    let mut all = Vec::new();
+    loop {
+        match feed.next(false).await {
+            Arrived::Bucket(bucket) => {
+                for place in &bucket.tensors {
+                    if state.options.stops_after == Some(all.len()) {
+                        let why = "the server's loader stopped taking tensors before the end";
+                        feed.say(&json!({"failed": why}))?;
+                        return Err("ResourceExhaustedError: Out of memory error on GPU 0".into());
+                    }
+                    all.push(feed.read(place)?);
+                }
+                feed.say(&json!({"taken": bucket.sequence}))?;
+            }
+            Arrived::End => break,
+            Arrived::Failed(cause) => return Err(cause),
+        }
+    }
+    feed.did("updated");
+    feed.did("finished");
+    Ok(all)
 }
 
 /// `update_weights_by_rdma`: the server's own parameters, all compared before the first is set.
