@@ -172,7 +172,7 @@ edges-test: programs ## Measure edges between pods in network namespaces, one of
 	cargo test --locked --workspace --test edges
 
 .PHONY: chaos-test
-chaos-test: programs ## Inject about 110 faults into processes of this machine, each kind in each phase at least once (a few minutes; as root)
+chaos-test: programs ## Inject about 120 faults into processes of this machine, each kind in each phase at least once (a few minutes; as root)
 	$(CLUSTER)/packages.sh
 	WEIGHTSYNC_CHAOS_SEED=$${WEIGHTSYNC_CHAOS_SEED:-13} WEIGHTSYNC_CHAOS_WORLDS=$${WEIGHTSYNC_CHAOS_WORLDS:-5} cargo test --locked --workspace --test chaos
 

@@ -276,7 +276,8 @@ fn spec(wanted: &Wanted<'_>, name: &str, folder: &Path, versions: &Path, ports: 
     let rollouts = ports.iter().zip(0..).map(|(port, number)| {
         let command = if number < wanted.rollouts { engine_command(*port, folder) } else { Vec::new() };
         let assignment = EngineAssignment { kind: "vllm".into(), port: *port };
-        let engine = Some(EngineProgram { assignment, ignored: IgnoredTensors::default(), command, environment: BTreeMap::new() });
+        let engine =
+            Some(EngineProgram { assignment, registered: None, ignored: IgnoredTensors::default(), command, environment: BTreeMap::new() });
         PodSpec { name: format!("actor-{number}"), pool: Some("actors".into()), size: 1, gpus: Vec::new(), engine }
     });
     let trainer = PodSpec { name: "trainer".into(), pool: None, size: 1, gpus: Vec::new(), engine: None };

@@ -174,6 +174,7 @@ fn group_spec(files: &LocalFiles, base: &Path, address: IpAddr) -> anyhow::Resul
         gpus: rollout.process.gpus.clone(),
         engine: Some(EngineProgram {
             assignment: EngineAssignment { kind: rollout.kind.name().to_owned(), port: rollout.port },
+            registered: None,
             ignored: rollout.ignored.clone(),
             command: rollout.process.command.clone(),
             environment: rollout.process.environment.clone(),

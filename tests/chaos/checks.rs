@@ -36,6 +36,8 @@ struct Seen {
     mute: [AtomicBool; ROLLOUTS],
     /// Pods whose agent lies as the test requested: reports about them cannot be compared, because their agent makes them.
     lies: [AtomicBool; ROLLOUTS],
+    /// Engines that are no members by the test's own doing.
+    away: [AtomicBool; ROLLOUTS],
     /// What the test does now.
     fault: Mutex<String>,
     /// Every ready pod served at least this version when it was set.
@@ -98,6 +100,11 @@ impl Watcher {
     /// Whether the agent of a pod lies by the test's own doing.
     pub fn lies(&self, number: usize, lies: bool) {
         self.seen.lies[number - 1].store(lies, Ordering::Release);
+    }
+
+    /// Whether the engine of a pod is no member by the test's own doing.
+    pub fn away(&self, number: usize, away: bool) {
+        self.seen.away[number - 1].store(away, Ordering::Release);
     }
 
     /// What an engine holds, and whether it runs, by its own answers.
@@ -179,8 +186,9 @@ impl Eyes {
         let before = self.claim().await;
         let (truth, answered) = seen.truth(&self.http, self.number, &self.host).await;
         let after = self.claim().await;
-        if seen.lies[self.number - 1].load(Ordering::Acquire) {
-            // The agent of a pod is the only one who says anything of its engine.
+        let away = seen.away[self.number - 1].load(Ordering::Acquire);
+        if away || seen.lies[self.number - 1].load(Ordering::Acquire) {
+            // The agent of a pod is the only one who says anything of its engine, and of an engine that left it says nothing.
             *ledger = Ledger::default();
         }
         for (difference, lasted) in ledger.look(Instant::now(), &before, truth, &after) {
@@ -195,7 +203,7 @@ impl Eyes {
         let version = seen.versions.lock().unwrap().get(&answer).copied();
         let violation = match version {
             None => format!("{name} answered with weights that no one published"),
-            Some(version) if before.ready && after.ready && version < floor => {
+            Some(version) if !away && before.ready && after.ready && version < floor => {
                 format!("{name} was ready and answered with version {version}, the group was at {floor} before")
             }
             Some(_) => return,

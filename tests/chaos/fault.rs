@@ -124,6 +124,10 @@ async fn strike_now(fixture: &Fixture, strike: &Strike, armed: &mut Armed) -> Re
             fixture.spoil(strike.victim, &faults).await;
             format!("engine of {name}: {what}")
         }
+        Fault::EndRegistration => {
+            fixture.end_registration(strike.victim);
+            format!("ended the process that registered the engine of {name}")
+        }
         Fault::LyingMember => {
             fixture.lies(strike.victim);
             format!("the agent of {name} lies: {}", strike.lie().name())
@@ -152,6 +156,7 @@ pub async fn heal(fixture: &Fixture, strike: &Strike, armed: &mut Armed) -> Resu
         Fault::FullMemory => remove(&fixture.memory(strike.victim)),
         Fault::ClockJump => clock::set(&fixture.folder().join(format!("{}.clock", pod(strike.victim))), 0),
         Fault::Strangers => armed.strangers = None,
+        Fault::EndRegistration => fixture.register_again(strike.victim).await?,
         Fault::LyingMember => {
             let reported = fixture.lies_sent(strike.victim).len() - armed.reported;
             if reported == 0 {

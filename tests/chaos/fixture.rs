@@ -5,6 +5,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
+use std::process::Stdio;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -12,12 +13,15 @@ use rustix::process::{Pid, Signal};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 use tokio::net::TcpListener;
+use tokio::process::{Child, Command};
 use tokio::sync::{broadcast, watch};
 use tokio::time::{Instant, timeout};
 use weightsync_coordinator::CoordinatorEvent;
 use weightsync_coordinator::local::{EngineProgram, Group, GroupSpec, PodSpec, default_policy};
 use weightsync_core::membership::{GroupStage, JoinPolicy, MemberStanding, MemberView, MembershipView};
-use weightsync_core::protocol::{EngineAssignment, HealthPolicy, Preflight, Reason, TransportPolicy, TransportWish, UpdatePolicy};
+use weightsync_core::protocol::{
+    EngineAssignment, HealthPolicy, MOST_ENGINES, Preflight, Reason, TransportPolicy, TransportWish, UpdatePolicy,
+};
 use weightsync_core::weights::IgnoredTensors;
 use weightsync_testkit::liar::{INSTANCE, Lie};
 use weightsync_testkit::simulator::{Simulator, SimulatorOptions};
@@ -69,6 +73,8 @@ pub struct Fixture {
     name: String,
     folder: TempDir,
     last: u64,
+    /// The processes that registered the engines of rollouts, where engines register.
+    registrars: Mutex<BTreeMap<usize, Child>>,
 }
 
 /// Name of a pod: 0 is the source.
@@ -92,8 +98,8 @@ pub fn usual() -> Value {
 }
 
 impl Fixture {
-    /// Starts world `number` and publishes its first version.
-    pub async fn start(number: usize, shim: &Path) -> Result<Self, String> {
+    /// Starts world `number` and publishes its first version. Its engines are known beforehand, or register.
+    pub async fn start(number: usize, shim: &Path, registered: bool) -> Result<Self, String> {
         let folder = tempfile::tempdir().unwrap();
         let name = format!("chaos-{number}");
         let links: Vec<Link> = (0..=ROLLOUTS).map(|pod| Link::new(number, pod)).collect();
@@ -119,7 +125,7 @@ impl Fixture {
             address: HERE.into(),
             directory: state,
             versions,
-            pods: (0..=ROLLOUTS).map(|number| pod_spec(number, &name, &links[number], &start)).collect(),
+            pods: (0..=ROLLOUTS).map(|number| pod_spec(number, &name, &links[number], &start, registered)).collect(),
             policy,
             join: JoinPolicy::Immediate,
             debounce: Duration::from_millis(100),
@@ -134,7 +140,11 @@ impl Fixture {
         let trainer = Trainer::start(&links[0], &format!("@weightsync/{name}-trainer"), &folder.path().join("trainer.log")).await;
         let http = reqwest::Client::builder().no_proxy().timeout(Duration::from_secs(2)).build().unwrap();
         let watcher = Watcher::new();
-        let mut fixture = Self { group, links, trainer, reported, watcher, http, name, folder, last: 0 };
+        let registrars = Mutex::default();
+        let mut fixture = Self { group, links, trainer, reported, watcher, http, name, folder, last: 0, registrars };
+        for number in (1..=ROLLOUTS).filter(|_| registered) {
+            fixture.register(number);
+        }
         fixture.add(0).await;
         fixture.watcher.start(&fixture.group, &fixture.links, &fixture.http);
         fixture.until("the group to form", Duration::from_secs(60), |view| view.ready as usize == ROLLOUTS).await?;
@@ -226,7 +236,8 @@ impl Fixture {
     /// The same of all rollouts but that one.
     pub async fn whole_but(&self, liar: Option<usize>, deadline: Duration) -> Result<(), String> {
         let until = Instant::now() + deadline;
-        let others = |row: &MemberView| liar.is_none_or(|number| row.name.0 != member(number));
+        // A liar may have more engines than one.
+        let others = |row: &MemberView| liar.is_none_or(|number| row.name.voter() != member(number));
         let well = |view: &MembershipView| {
             view.stage == GroupStage::Committed
                 && (1..=ROLLOUTS)
@@ -322,6 +333,36 @@ impl Fixture {
         };
         self.until("the liar to be taken in", TAKEN_IN, taken_in).await?;
         Ok(liar)
+    }
+
+    /// Has a process register the engine of a pod, for as long as it lives.
+    pub fn register(&self, number: usize) {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+        let log =
+            std::fs::OpenOptions::new().create(true).append(true).open(self.folder.path().join(format!("{}-registrar.log", pod(number))));
+        let mut command = Command::new("nsenter");
+        command.arg(format!("--net={}", self.links[number].path().display())).arg("python3.11").arg(root.join("tests/chaos/registrar.py"));
+        command.arg(ENGINE.to_string()).env("WEIGHTSYNC_SOCKET", format!("@weightsync/{}-{}", self.name, pod(number)));
+        command.env("PYTHONPATH", root.join("python")).env("PYTHONDONTWRITEBYTECODE", "1");
+        command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(log.unwrap()).kill_on_drop(true);
+        self.registrars.lock().unwrap().insert(number, command.spawn().unwrap());
+    }
+
+    /// Registers it once more, and waits until it is a member.
+    pub async fn register_again(&self, number: usize) -> Result<(), String> {
+        self.register(number);
+        let name = member(number);
+        self.until("the engine to be a member again", AGAIN, |view| view.members.iter().any(|row| row.name.0 == name)).await?;
+        self.watcher.away(number, false);
+        Ok(())
+    }
+
+    /// Ends that process. What its engine does from now on is no member's.
+    pub fn end_registration(&self, number: usize) {
+        self.watcher.away(number, true);
+        if let Some(mut registrar) = self.registrars.lock().unwrap().remove(&number) {
+            registrar.start_kill().unwrap();
+        }
     }
 
     /// The liar of a pod begins to lie.
@@ -466,7 +507,7 @@ fn agent_program(folder: &Path, shim: &Path, links: &[Link]) -> PathBuf {
     path
 }
 
-fn pod_spec(number: usize, group: &str, link: &Link, start: &Path) -> PodSpec {
+fn pod_spec(number: usize, group: &str, link: &Link, start: &Path, registered: bool) -> PodSpec {
     let engine = (number > 0).then(|| {
         let kind = KINDS[number - 1];
         let (net, port, model, faults) = (format!("--net={}", link.path().display()), ENGINE.to_string(), start.display(), usual());
@@ -475,6 +516,7 @@ fn pod_spec(number: usize, group: &str, link: &Link, start: &Path) -> PodSpec {
         let command = ["nsenter", &net].into_iter().chain(words).chain(["--faults", &faults.to_string()]).map(str::to_owned).collect();
         EngineProgram {
             assignment: EngineAssignment { kind: kind.to_owned(), port: ENGINE },
+            registered: registered.then_some(MOST_ENGINES),
             ignored: IgnoredTensors::default(),
             command,
             environment: BTreeMap::from([("WEIGHTSYNC_CHAOS_ENGINE".to_owned(), format!("{group}-{}", pod(number)))]),

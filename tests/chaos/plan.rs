@@ -49,10 +49,12 @@ pub enum Fault {
     Strangers,
     /// The agent of a rollout is one that lies, with the token of its pod.
     LyingMember,
+    /// SIGKILL of the process that registered the engine of a rollout: the engine runs on, and belongs to no group.
+    EndRegistration,
 }
 
 impl Fault {
-    pub const ALL: [Self; 21] = [
+    pub const ALL: [Self; 22] = [
         Self::KillAgent,
         Self::KillSource,
         Self::KillEngine,
@@ -74,6 +76,7 @@ impl Fault {
         Self::TokenStep,
         Self::Strangers,
         Self::LyingMember,
+        Self::EndRegistration,
     ];
 
     /// A step of an install that an engine refuses or delays.
@@ -105,6 +108,7 @@ impl Fault {
             Self::TokenStep => "token refused or late",
             Self::Strangers => "silent strangers on every port",
             Self::LyingMember => "lying member",
+            Self::EndRegistration => "registration ends",
         }
     }
 
@@ -256,6 +260,11 @@ impl Strike {
     /// Whether the world must be new: after a stream that did not verify, leaders put members in another order, and the liar may be the last.
     pub fn needs_new_world(&self) -> bool {
         self.fault == Fault::LyingMember && matches!(self.lie(), Lie::Bytes | Lie::Sums)
+    }
+
+    /// Whether engines of its world must have registered.
+    pub fn needs_registered(&self) -> bool {
+        self.fault == Fault::EndRegistration || self.fault == Fault::LyingMember && self.lie() == Lie::Engines
     }
 
     /// What the agent of the victim lies about. The last of a chain passes nothing on.

@@ -8,8 +8,9 @@ use rustix::process::Signal;
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep, timeout};
 use tokio_util::task::AbortOnDropHandle;
-use weightsync_core::membership::{GroupStage, MemberStanding, MembershipView};
-use weightsync_core::protocol::{Incarnation, Reason, UpdatePhase};
+use weightsync_core::membership::{GroupStage, MemberStanding, MemberView, MembershipView};
+use weightsync_core::protocol::{Incarnation, MOST_ENGINES, Reason, UpdatePhase};
+use weightsync_testkit::liar::Lie;
 
 use crate::fault::{self, Armed};
 use crate::fixture::{Fixture, Said, UPDATE, member, pod};
@@ -244,11 +245,18 @@ async fn live_with(fixture: &mut Fixture, strike: &Strike, struck: &mut Struck) 
             };
             fixture.until("a group that cannot be written to be informed of", WHOLE, waits).await?;
         }
-        Fault::SlowLink | Fault::FullMemory | Fault::SlowEngine | Fault::LyingEngine | Fault::ClockJump if struck.version.is_none() => {
+        Fault::SlowLink | Fault::FullMemory | Fault::SlowEngine | Fault::LyingEngine | Fault::ClockJump | Fault::EndRegistration
+            if struck.version.is_none() =>
+        {
             others_go_on(fixture, strike, struck).await?;
         }
         Fault::Strangers if struck.version.is_none() => others_go_on(fixture, strike, struck).await?,
         Fault::LyingMember => {
+            if strike.lie() == Lie::Engines {
+                let taken_in = |row: &&MemberView| row.name.voter() == victim && row.standing == MemberStanding::Ready;
+                let all = |view: &MembershipView| view.members.iter().filter(taken_in).count() == MOST_ENGINES;
+                fixture.until("all engines that it says to have to be members", WHOLE, all).await?;
+            }
             if struck.version.is_none() {
                 others_go_on(fixture, strike, struck).await?;
             }
@@ -299,11 +307,17 @@ async fn publish_to_all(fixture: &mut Fixture) -> Result<(), String> {
 /// No other member is held off for what the liar did.
 fn liar_deceives_about_itself_only(fixture: &Fixture, strike: &Strike, reported: Range<usize>) -> Result<(), String> {
     let (events, victim) = (fixture.reported.lock().unwrap(), member(strike.victim));
-    let of_others = |said: &&Said| said.reason == Reason::MemberFailed && said.member.as_ref().is_some_and(|member| *member != victim);
+    let of_others =
+        |said: &&Said| said.reason == Reason::MemberFailed && said.member.as_ref().is_some_and(|member| !of_pod(member, &victim));
     match events.iter().take(reported.end).skip(reported.start).find(of_others) {
         None => Ok(()),
         Some(said) => Err(format!("{victim} lies, and {:?} is held off: {}", said.member, said.message)),
     }
+}
+
+/// Whether it is the pod's engine, or one that the pod says to have.
+fn of_pod(member: &str, pod: &str) -> bool {
+    member.strip_prefix(pod).is_some_and(|rest| rest.is_empty() || rest.starts_with(':'))
 }
 
 /// When the victim was first named.
@@ -314,7 +328,7 @@ fn first_naming(fixture: &Fixture, strike: &Strike, reported: Range<usize>) -> O
 
 fn names(strike: &Strike, said: &Said) -> bool {
     let victim = member(strike.victim);
-    said.warning && (said.member.as_ref() == Some(&victim) || said.message.contains(&victim))
+    said.warning && (said.member.as_ref().is_some_and(|member| of_pod(member, &victim)) || said.message.contains(&victim))
 }
 
 /// Where somebody felt the fault, status says who and why.
@@ -328,7 +342,7 @@ fn named(fixture: &Fixture, strike: &Strike, struck: &Struck, reported: Range<us
     let (felt, said) = match &struck.outcome {
         Some(Outcome::Published { behind, attempts, .. }) => {
             // A connection has two ends: a replica without the version because of a lost connection is reported with the other end's name.
-            let says = |(member, why): &(String, String)| *member == victim && !why.is_empty() || why.contains(&victim);
+            let says = |(member, why): &(String, String)| of_pod(member, &victim) && !why.is_empty() || why.contains(&victim);
             // To reach these phases the test kills another rollout, which may come back during a publish: that is an attempt more.
             let repeated = *attempts > 1 && !matches!(strike.phase, Phase::Prepare | Phase::Commit | Phase::Join);
             (repeated || !behind.is_empty(), behind.iter().any(says))

@@ -175,6 +175,7 @@ fn pod_spec(number: usize, link: &Link, start: &Path) -> PodSpec {
         let words = ["nsenter", &net, &dev, "simulate-engine", "--engine", "vllm", "--host", "0.0.0.0", "--port", &port, "--model", &model];
         EngineProgram {
             assignment: EngineAssignment { kind: "vllm".to_owned(), port: ENGINE },
+            registered: None,
             ignored: IgnoredTensors::default(),
             command: words.map(str::to_owned).to_vec(),
             environment: BTreeMap::new(),

@@ -25,6 +25,7 @@ fn spec(name: &str, folder: &Path, ports: &[u16]) -> GroupSpec {
         let command = [&dev, "simulate-engine", "--engine", "vllm", "--port", &port.to_string(), "--model", &model];
         let engine = EngineProgram {
             assignment: EngineAssignment { kind: "vllm".into(), port: *port },
+            registered: None,
             ignored: IgnoredTensors::default(),
             command: command.map(str::to_owned).to_vec(),
             environment: std::collections::BTreeMap::new(),

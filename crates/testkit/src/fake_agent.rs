@@ -20,7 +20,7 @@ use tokio_util::task::AbortOnDropHandle;
 use weightsync_core::protocol::{
     AgentEvent, AnnounceResponse, Announcement, AssignmentChanged, Call, CommitRequest, EVENTS_PATH, EngineFacts, EnrollRequest,
     EnrollResponse, EpochId, FabricReport, FenceRequest, GpuReport, Incarnation, MemberPhase, MemberState, PrepareRequest, PrepareResponse,
-    Refusal, RefusalCode, ReleaseRequest, Role, UpdateView,
+    Refusal, RefusalCode, RegisteredEngines, ReleaseRequest, Role, UpdateView,
 };
 use weightsync_net::https::{Access, Answered, CallError, ControllerClient, Failed, Limits, Valid, ndjson, serve_https};
 use weightsync_net::identity::Identity;
@@ -122,6 +122,16 @@ impl FakeAgent {
             }
         };
         tokio::time::timeout(SOON * 2, enrolled).await.expect("enrolment");
+        Self::serve((ip, 8000), identity, controller, pod, instance, updates).await
+    }
+
+    /// Another endpoint of the same agent, for the engine at that port.
+    pub async fn endpoint(&self, (ip, port): (IpAddr, u16), controller: &str, pod: &Pod, updates: Router) -> Self {
+        let instance = format!("{}-{port}", self.announcement.incarnation.instance);
+        Self::serve((ip, port), self.identity.clone(), controller, pod, &instance, updates).await
+    }
+
+    async fn serve((ip, port): (IpAddr, u16), identity: Identity, controller: &str, pod: &Pod, instance: &str, updates: Router) -> Self {
         let listener = TcpListener::bind((ip, 0)).await.unwrap();
         let address = listener.local_addr().unwrap().to_string();
         let incarnation = Incarnation { pod_uid: pod.uid.clone(), instance: instance.into() };
@@ -173,7 +183,7 @@ impl FakeAgent {
             pod: pod.name.clone(),
             incarnation,
             role: pod.role,
-            engine_port: (pod.role == Role::Rollout).then_some(8000),
+            engine_port: (pod.role == Role::Rollout).then_some(port),
             control_address: address.clone(),
             program: "fake".into(),
             speaks: weightsync_core::protocol::Protocols::OURS,
@@ -205,6 +215,13 @@ impl FakeAgent {
                 }
             }
         });
+    }
+
+    /// Reports that these engines are registered with it.
+    pub async fn register(&self, ports: Vec<u16>) -> Result<AnnounceResponse, CallError> {
+        let client = ControllerClient::new(self.identity.clone(), self.shared.controller.borrow().clone());
+        let Announcement { namespace, incarnation, .. } = self.announcement.clone();
+        client.ask(&RegisteredEngines { namespace, incarnation, ports }, SOON).await
     }
 
     /// Says how the update stands that it leads.

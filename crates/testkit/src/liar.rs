@@ -4,6 +4,7 @@
 
 mod about_itself;
 mod bytes;
+mod engines;
 mod orders;
 mod updates;
 
@@ -64,11 +65,13 @@ pub enum Lie {
     Progress,
     /// It feeds the others an invented version, and says that it is done.
     Feeding,
+    /// It has as many engines as may register, and all of them refused the current version.
+    Engines,
 }
 
 impl Lie {
     /// All of them.
-    pub const ALL: [Self; 14] = [
+    pub const ALL: [Self; 15] = [
         Self::Role,
         Self::InventedVersion,
         Self::CurrentVersion,
@@ -83,6 +86,7 @@ impl Lie {
         Self::Layout,
         Self::Progress,
         Self::Feeding,
+        Self::Engines,
     ];
 
     /// In words.
@@ -102,6 +106,7 @@ impl Lie {
             Self::Layout => "the layout makes no sense",
             Self::Progress => "it installed what it did not get",
             Self::Feeding => "it feeds an invented version",
+            Self::Engines => "it has sixteen engines",
         }
     }
 }
@@ -167,17 +172,20 @@ pub async fn lie_while(lie: Lie, file: &Path, settings: &Settings) {
     let door = Door::open(*ip, part.clone()).await;
     agent.take_bytes_at(&door.address);
     let follow = part.follow(&agent);
+    let registered = engines::keep_registered(&agent, lie, file);
     let lies = async {
         loop {
             let now = file.exists();
             part.lie(lie, now);
-            if now {
+            if now && lie == Lie::Engines {
+                engines::tell(&agent, settings).await;
+            } else if now {
                 tell(lie, &agent).await;
             }
             tokio::time::sleep(LOOKS).await;
         }
     };
-    tokio::join!(follow, lies);
+    tokio::join!(follow, registered, lies);
 }
 
 /// One round of one lie.

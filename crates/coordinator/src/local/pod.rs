@@ -25,6 +25,8 @@ pub struct PodSpec {
 pub struct EngineProgram {
     /// Its settings for the agent.
     pub assignment: EngineAssignment,
+    /// Engines of the pod take part once they registered with its agent, at most so many. None: the one of `assignment` takes part.
+    pub registered: Option<usize>,
     /// Tensors that a version is not compared by.
     pub ignored: IgnoredTensors,
     /// The command that starts it; empty if another program starts it.
@@ -37,6 +39,14 @@ impl PodSpec {
     /// Its name in the roster.
     pub fn member(&self) -> MemberName {
         MemberName(format!("{}/{}", self.pool.as_deref().unwrap_or("trainer"), self.name))
+    }
+
+    /// The name of one of its registered engines: the one at the port of the pod's own engine has the pod's name.
+    pub fn member_at(&self, port: u16) -> MemberName {
+        match &self.engine {
+            Some(engine) if engine.assignment.port != port => MemberName(format!("{}:{port}", self.member().0)),
+            _ => self.member(),
+        }
     }
 
     /// A pod without a pool is the source.

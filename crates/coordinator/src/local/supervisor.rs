@@ -18,10 +18,10 @@ use super::pod::{EngineProgram, PodSpec};
 use super::process::{Process, Start, tail};
 use super::restarts::Restarts;
 use super::spec::GroupSpec;
-use crate::{Addresses, CoordinatorHandle, Directory, ProvenPod, SingleUseTokens};
+use crate::{Addresses, CoordinatorHandle, Directory, ProvenPod, Registered, SingleUseTokens};
 use weightsync_core::membership::{GroupStage, MemberView, MembershipView};
 use weightsync_core::plan::Candidate;
-use weightsync_core::protocol::{Assignment, HeldVersion, MemberName, PodRef, Role, Version};
+use weightsync_core::protocol::{Assignment, EngineAssignment, HeldVersion, MemberName, PodRef, Role, Version};
 use weightsync_net::identity::Ca;
 
 /// Longest wait for members to leave the group when it is stopped.
@@ -107,6 +107,14 @@ struct Child {
     input: Option<String>,
 }
 
+/// Ends when other engines are registered; never, where there are none to come.
+async fn changed(registered: &mut Option<watch::Receiver<Registered>>) {
+    let seen = async { registered.as_mut()?.changed().await.ok() };
+    if seen.await.is_none() {
+        std::future::pending::<()>().await;
+    }
+}
+
 /// `None` if another program starts the engine.
 fn engine(engine: &EngineProgram) -> Option<Child> {
     let (program, arguments) = engine.command.split_first()?;
@@ -164,9 +172,14 @@ impl Supervisor {
             self.start(pod, Part::Agent);
         }
         let mut view = self.coordinator.view.clone();
+        let mut registered = self.directory.registered(&self.weightsync);
         loop {
             let order = tokio::select! {
                 () = cancel.cancelled() => break,
+                () = changed(&mut registered) => {
+                    self.tell();
+                    continue;
+                }
                 Ok(()) = view.changed() => {
                     let version = view.borrow_and_update().version.clone();
                     if version != self.current {
@@ -243,20 +256,30 @@ impl Supervisor {
         format!("{}-{}-{}", self.spec.name, pod.spec.name, pod.life)
     }
 
+    /// Ports of the engines of a pod that take part.
+    fn ports(&self, pod: &Pod, registered: &Registered) -> Vec<u16> {
+        let Some(engine) = &pod.spec.engine else { return Vec::new() };
+        let Some(most) = engine.registered else { return vec![engine.assignment.port] };
+        registered.get(&self.uid(pod)).into_iter().flatten().copied().take(most).collect()
+    }
+
     /// Reports which pods exist, with their assignments. A pod whose processes ended is still reported: its agent's silence shows the loss.
     fn tell(&self) {
         let mut claims = HashMap::new();
         let mut candidates = Vec::new();
+        let registered = self.directory.registered(&self.weightsync).map(|registered| registered.borrow().clone()).unwrap_or_default();
         for pod in &self.pods {
             let uid = self.uid(pod);
-            let engines = pod.spec.engine.iter().map(|engine| engine.assignment.clone()).collect();
+            let ports = self.ports(pod, &registered);
+            let at = |port: &u16| pod.spec.engine.as_ref().map(|engine| EngineAssignment { port: *port, ..engine.assignment.clone() });
+            let engines = ports.iter().filter_map(at).collect();
             let (role, current, transport) = (pod.spec.role(), self.current.clone(), self.spec.policy.transport.clone());
             claims.insert(
                 uid.clone(),
                 Assignment {
                     role,
                     engines,
-                    registered: false,
+                    registered: pod.spec.engine.as_ref().is_some_and(|engine| engine.registered.is_some()),
                     serve_before_first_version: true,
                     current,
                     returned: None,
@@ -267,13 +290,17 @@ impl Supervisor {
                     ignored: pod.spec.engine.as_ref().map(|engine| engine.ignored.clone()).unwrap_or_default(),
                 },
             );
-            candidates.push(Candidate {
-                name: pod.spec.member(),
+            let candidate = |port: Option<u16>| Candidate {
+                name: port.map_or_else(|| pod.spec.member(), |port| pod.spec.member_at(port)),
                 role: pod.spec.role(),
                 size: pod.spec.size,
-                pods: vec![PodRef { name: pod.spec.name.clone(), uid, node: None, ips: Vec::new() }],
-                port: pod.spec.engine.as_ref().map(|engine| engine.assignment.port),
-            });
+                pods: vec![PodRef { name: pod.spec.name.clone(), uid: uid.clone(), node: None, ips: Vec::new() }],
+                port,
+            };
+            match role {
+                Role::Source => candidates.push(candidate(None)),
+                Role::Rollout => candidates.extend(ports.into_iter().map(|port| candidate(Some(port)))),
+            }
         }
         self.directory.claim(&self.weightsync, claims, Addresses::Callers);
         self.coordinator.change(|wanted| wanted.members = Some((candidates, Vec::new())));

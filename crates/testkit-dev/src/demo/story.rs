@@ -360,7 +360,7 @@ fn group_spec(args: &DemoArgs, folder: &Path, versions: &Path, replicas: &[Repli
             pool: Some("actors".into()),
             size: 1,
             gpus: gpu(place),
-            engine: Some(EngineProgram { assignment, ignored: IgnoredTensors::default(), command, environment }),
+            engine: Some(EngineProgram { assignment, registered: None, ignored: IgnoredTensors::default(), command, environment }),
         }
     });
     let mut policy = default_policy();

@@ -36,7 +36,7 @@ pub(super) fn of(lie: Lie) -> Option<Change> {
             let refuse = |held: &HeldVersion| RefusedVersion { held: held.clone(), measured: "a lie".into() };
             state.refused = others.commit.current.iter().map(refuse).collect();
         },
-        Lie::Orders | Lie::Bytes | Lie::Sums | Lie::Layout | Lie::Progress | Lie::Feeding => return None,
+        Lie::Orders | Lie::Bytes | Lie::Sums | Lie::Layout | Lie::Progress | Lie::Feeding | Lie::Engines => return None,
     })
 }
 
