@@ -1,6 +1,9 @@
 //! FastDeploy by steps that are no files of ours: from the agent's memory, under the strategy `ipc`, and of the server's own parameters.
 
+use std::io::{Read, Write};
+use std::os::linux::net::SocketAddrExt;
 use std::os::unix::fs::FileExt;
+use std::os::unix::net::{SocketAddr, UnixStream};
 use std::path::Path;
 use std::time::Duration;
 
@@ -126,6 +129,35 @@ async fn loader_that_stops_early_is_reported_with_its_own_cause() {
     let error = install(&on, 2, |_| {}).await.unwrap_err();
     assert!(error.is_dirty() && error.to_string().contains("Out of memory error on GPU 0"), "{error}");
     assert!(on.bench.is_paused().await);
+}
+
+/// The name of the socket stands in `/proc/net/unix`; the token does not.
+#[tokio::test]
+async fn stranger_on_the_socket_of_workers_gets_no_memory() {
+    let (on, _folder) = memory_bench(1, |_| {}).await;
+    let mut strangers = Vec::new();
+    install(&on, 2, |_| {
+        let sockets = std::fs::read_to_string("/proc/net/unix").unwrap();
+        for name in sockets.lines().filter_map(|line| line.split('@').nth(1)).filter(|name| name.starts_with("weightsync-feed/")) {
+            let address = SocketAddr::from_abstract_name(name.as_bytes()).unwrap();
+            // Other tests of this process have such sockets too.
+            let Ok(mut stranger) = UnixStream::connect_addr(&address) else { continue };
+            let hello =
+                json!({"token": "a guess", "protocol": 1, "rank": 0, "ranks": 1, "device": "cpu", "digests": ["xxh3-128"], "open": false});
+            let _gone = stranger.write_all(format!("{}\n", json!({"hello": hello})).as_bytes());
+            strangers.push(stranger);
+        }
+    })
+    .await
+    .unwrap();
+    assert_eq!(on.bench.digest().await, on.bench.fresh_digest(2).await);
+    assert!(!strangers.is_empty());
+    for mut stranger in strangers {
+        let mut heard = Vec::new();
+        stranger.set_read_timeout(Some(SOON)).unwrap();
+        let _reset = stranger.read_to_end(&mut heard);
+        assert!(heard.is_empty(), "it was answered: {}", String::from_utf8_lossy(&heard));
+    }
 }
 
 /// Workers that never connect are not waited for longer than silence is allowed, and a call that ended earlier says why.
