@@ -176,7 +176,9 @@ async fn joining(fixture: &mut Fixture, strike: &Strike, armed: &mut Armed) -> R
     let id = fixture.view().update.map(|update| (update.id.epoch, update.attempt));
     signal(agent, Signal::KILL)?;
     signal(engine, Signal::KILL)?;
-    let again = |view: &MembershipView| fed(view) && view.update.as_ref().map(|update| (update.id.epoch, update.attempt)) != id;
+    // On a busy machine it may be over before it is seen: then the phase is missed, and tried again.
+    let begun = |view: &MembershipView| view.update.as_ref().is_some_and(|update| update.feeding && update.version == current);
+    let again = |view: &MembershipView| begun(view) && view.update.as_ref().map(|update| (update.id.epoch, update.attempt)) != id;
     fixture.until("a rollout to be fed", REACHED, again).await?;
     sleep(Duration::from_millis(strike.delay_ms)).await;
     if strike.fault != Fault::LyingMember {

@@ -9,7 +9,7 @@ pub(crate) mod engine;
 mod epochs;
 mod external;
 mod feeding;
-mod fixture;
+pub(crate) mod fixture;
 mod going_back;
 mod installs;
 mod keeping;

@@ -181,8 +181,18 @@ async fn engine_whose_registration_ends_half_way_runs_again() {
     assert_eq!(server.says("/is_paused", "is_paused").await, json!(true));
     // The process that registered it ends; the server does not.
     drop(process);
+    // Its start-up weights are no version: the pod must not serve them in between.
+    let left = async {
+        loop {
+            let (status, text) = agent.page("/readyz").await;
+            assert_eq!(status, 503, "the engine left, and the pod is ready: {text}");
+            if text.contains("no engine has registered yet") {
+                return;
+            }
+        }
+    };
+    tokio::time::timeout(SOON, left).await.unwrap();
     server.until_it_runs().await;
-    agent.until_ready_says(503, "no engine has registered yet").await;
     agent.end().await;
 }
 

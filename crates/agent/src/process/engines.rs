@@ -290,6 +290,7 @@ impl Attended {
             }
             return Some(watched);
         }
+        self.pages.leaves(&watched.rollout);
         placed.endpoint.core.unclaimed("the registration of the engine ended");
         placed.close().await;
         put_back(&watched.rollout, &mut orders).await;

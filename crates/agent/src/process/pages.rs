@@ -73,9 +73,20 @@ impl Pages {
         shown.rollouts.push(rollout);
     }
 
+    /// The registration of an engine ended.
+    pub(super) fn leaves(&self, rollout: &Arc<Rollout>) {
+        let mut shown = lock(&self.shown);
+        shown.rollouts.retain(|shown| !Arc::ptr_eq(shown, rollout));
+        shown.leaving.push(rollout.clone());
+    }
+
     /// An engine is gone, and its endpoint with it.
     pub(super) fn remove(&self, rollout: &Arc<Rollout>) {
-        lock(&self.shown).rollouts.retain(|shown| !Arc::ptr_eq(shown, rollout));
+        {
+            let mut shown = lock(&self.shown);
+            shown.rollouts.retain(|shown| !Arc::ptr_eq(shown, rollout));
+            shown.leaving.retain(|shown| !Arc::ptr_eq(shown, rollout));
+        }
         self.numbers.forget(rollout);
     }
 

@@ -11,6 +11,8 @@ use crate::rollout::Rollout;
 #[derive(Default)]
 pub(super) struct Shown {
     pub(super) rollouts: Vec<Arc<Rollout>>,
+    /// Of engines whose registration ended. They count against the pod until they may serve, and never for it.
+    pub(super) leaving: Vec<Arc<Rollout>>,
     /// When the pod serves although no operator claimed it.
     pub(super) serves_unclaimed: Option<Instant>,
     pub(super) failed: Option<String>,
@@ -48,6 +50,7 @@ impl Shown {
         if let Some((port, reason)) = self.not_started.first_key_value().filter(|_| !self.released) {
             return Err(format!("the engine on port {port} takes no part yet: {reason}"));
         }
+        self.leaving.iter().try_for_each(|rollout| rollout.ready())?;
         if self.rollouts.is_empty() && self.released {
             return Ok(());
         }
@@ -62,5 +65,31 @@ impl Shown {
             };
         }
         self.rollouts.iter().try_for_each(|rollout| rollout.ready())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use weightsync_core::protocol::ReleaseRequest;
+
+    use super::*;
+    use crate::tests::fixture::Fixture;
+    use crate::tests::trainer::{TestSource, publish};
+
+    /// A pod was ready between the end of its engine's registration and the end of its endpoint.
+    #[tokio::test(flavor = "multi_thread")]
+    async fn engine_whose_registration_ended_never_counts_for_its_pod() {
+        let mut fixture = Fixture::new();
+        let (source, rollout) = (fixture.source(), fixture.rollout("actors/r-0"));
+        fixture.form(&[&source, &rollout], Some(&source)).await;
+        publish(&source, 1, TestSource::of(1)).outcome().await.unwrap();
+        fixture.ask(&rollout, &ReleaseRequest { id: fixture.id(), reason: "its registration ended".into() }).await.unwrap();
+        rollout.until("released", |state| state.epoch.is_none()).await;
+        let engine = rollout.rollout().clone();
+        assert_eq!(engine.ready(), Ok(()), "released, it serves what it has");
+        let mut shown = Shown { leaving: vec![engine.clone()], registered: true, ..Shown::default() };
+        assert!(shown.answer().is_err_and(|why| why.contains("no engine has registered yet")));
+        shown.rollouts.push(engine);
+        assert_eq!(shown.answer(), Ok(()), "another one is registered");
     }
 }
