@@ -44,8 +44,19 @@ pub(super) struct Updates {
     tracks: BTreeMap<Incarnation, Track>,
     misses: BTreeMap<MemberName, u32>,
     failures: u32,
-    /// The epoch in which an update failed, when a new one is due, and its leader.
-    retry: Option<(EpochId, u64, Incarnation)>,
+    retry: Option<Retry>,
+}
+
+/// A new epoch that a failed update causes.
+#[derive(Debug, Clone)]
+struct Retry {
+    /// The epoch in which the update failed.
+    failed_in: EpochId,
+    /// When the new one is due.
+    at: u64,
+    leader: Incarnation,
+    /// Whether only members were fed: else a publish waits for the new epoch.
+    feeding: bool,
 }
 
 impl Updates {
@@ -63,17 +74,19 @@ impl Updates {
         let began_at = before.map_or(now, |track| track.began_at);
         if view.phase.is_over() {
             noted.repeated = self.count_misses(&view);
-            // A feeding by another leader does not repair a failed publish of the source.
-            let others = view.feeding && self.retry.as_ref().is_some_and(|(id, _, leader)| *id == view.id && leader != from);
+            let pending = self.retry.as_ref().filter(|retry| retry.failed_in == view.id);
+            let publish_waits = pending.is_some_and(|retry| !retry.feeding);
             if view.phase == UpdatePhase::Done {
-                if !others {
+                // A feeding repairs a failed one of its leader, and never a failed publish.
+                if !view.feeding || pending.is_none_or(|retry| retry.feeding && retry.leader == *from) {
                     self.failures = 0;
                     self.retry = None;
                 }
             } else {
                 let wait = RETRY_BASE_MS.checked_shl(self.failures).unwrap_or(RETRY_MAX_MS).min(RETRY_MAX_MS);
                 self.failures = self.failures.saturating_add(1).min(32);
-                self.retry = Some((view.id.clone(), now.saturating_add(wait), from.clone()));
+                let feeding = view.feeding && !publish_waits;
+                self.retry = Some(Retry { failed_in: view.id.clone(), at: now.saturating_add(wait), leader: from.clone(), feeding });
                 noted.failed = Some(view.failure.clone().unwrap_or_else(|| "no cause was given".to_owned()));
             }
         }
@@ -134,7 +147,7 @@ impl Updates {
 
     /// When the new epoch after a failed update of this epoch is due.
     pub(super) fn retry_at(&self, id: &EpochId) -> Option<u64> {
-        self.retry.as_ref().filter(|(failed_in, ..)| failed_in == id).map(|(_, at, _)| *at)
+        self.retry.as_ref().filter(|retry| retry.failed_in == *id).map(|retry| retry.at)
     }
 
     /// The view that changed last.
