@@ -109,11 +109,10 @@ impl Stream {
         }
         let wanted = Wanted { name: Some(&self.step), tensors: self.tensors, ranks: self.ranks };
         wanted.was_taken(&answered?).map_err(|body| EngineError::NotSuccess { url: self.http.url().to_owned(), body })?;
+        // The answer and the words of the workers come by different connections.
+        let Some(all_but_one) = self.reported.checked_sub(1) else { return Ok(()) };
         let workers = self.workers()?;
-        match workers.taken_by_all() {
-            taken if taken == self.reported => Ok(()),
-            taken => Err(workers.error(format!("{taken} of {} buckets were taken", self.reported))),
-        }
+        workers.watching(until.at_most(self.rules.silence), workers.taken(all_but_one)).await.map(drop)
     }
 
     /// The server's own word on a failure that a worker reported first, where it comes soon: it names the cause in the loader too.
