@@ -147,26 +147,26 @@ impl<F: Archived> State<F> {
     /// An attempt is given up; false when it was over already.
     pub(in crate::rollout) fn attempt_ended(&mut self, update: &UpdateId, reason: &str) -> bool {
         let ended = self.machine.abort(update, reason);
-        if ended {
-            self.stop(reason);
-        }
-        ended
+        self.stop_where(ended, reason)
     }
 
     /// The epoch of an attempt is over, and the attempt; false when it was over already.
     pub(in crate::rollout) fn attempt_fenced(&mut self, update: &UpdateId, reason: &str) -> bool {
         let ended = self.machine.fenced(update, reason);
-        if ended {
-            self.stop(reason);
-        }
-        ended
+        self.stop_where(ended, reason)
     }
 
     /// The epoch is over, and every attempt in it.
     pub(in crate::rollout) fn epoch_over(&mut self, reason: &str) {
-        if self.machine.epoch_over(reason) {
+        let ended = self.machine.epoch_over(reason);
+        self.stop_where(ended, reason);
+    }
+
+    fn stop_where(&mut self, ended: bool, reason: &str) -> bool {
+        if ended {
             self.stop(reason);
         }
+        ended
     }
 
     /// Nothing of the attempt is taken any more.
